@@ -1,6 +1,5 @@
-"""Attention by a plan over what lies in host memory: what the kernels of numba are given.
-
-``kernels`` imports numba, which takes a moment, when attention is first asked for and not before.
+"""Attention by a plan over host memory: the arguments of numba's kernels. ``kernels`` imports numba, which is
+slow, only when attention is first requested.
 """
 
 from __future__ import annotations
@@ -22,37 +21,41 @@ from ml.errors import BoundsError, ShapeError
 from ml.ragged import RaggedPlan
 
 KINDS = {"F32": 0, "F16": 1, "BF16": 2, "Q8_0": 8, "Q4_0": 4}
-"""What the kernels read, as they name it."""
+"""The kinds that the kernels read, with their numbers."""
 BITS = {"Q8_0": 8, "Q4_0": 4}
-"""Of a code, by the names of the formats that the kernels read."""
+"""Bits per code, for the formats that the kernels read."""
 BLOCK = 32
 """Values that share a scale."""
 ABREAST = 64
-"""Queries, each of one head, that read a chunk of a segment together."""
+"""The most queries, each of one head, that read a chunk of a segment together."""
 UNITS = 128
-"""What work is divided into, about, where it is long enough: a KV head over a piece of a segment."""
+"""The approximate number of units that long work is divided into; a unit is a KV head over a piece of a
+segment.
+"""
 WORTH = 1 << 14
-"""Cells of one KV head, each read for four queries, that are worth asking another thread for."""
+"""Cells of one KV head, each read for four queries, that justify another thread."""
 NO_SINKS = np.empty(0, np.float32)
 
 
 @functools.lru_cache
 def kernels(module: str = "cpu_kernels") -> ModuleType | None:
-    """A module of kernels; None where numba is not installed, or does not run here."""
+    """A module of kernels; None if numba is not installed or does not work here."""
     try:
         return importlib.import_module(f"backends.{module}")
-    except Exception:  # whatever keeps a JIT compiler from working: the general way does the same
+    except Exception:  # any failure of the JIT compiler: the generic implementation is used
         return None
 
 
 def reads_in_place(*sizes: int) -> bool:
-    """Whether there are kernels that read F32 heads of these sizes where they lie: whole vectors, that is."""
-    found: Any = kernels()
-    return found is not None and not any(size % found.LANES for size in sizes)
+    """Whether there are kernels that read F32 heads of these sizes in place, which must be whole vectors."""
+    compiled: Any = kernels()
+    return compiled is not None and not any(size % compiled.LANES for size in sizes)
 
 
 def values_shape(codes: Sequence[int], scales: Sequence[int], name: str) -> tuple[int, int, int]:
-    """(cells, kv_heads, dim) of what codes and scales of these shapes stand for; ShapeError for others."""
+    """The shape (cells, kv_heads, dim) of the values that codes and scales encode. Raises ShapeError for
+    other shapes.
+    """
     bits, (cells, kv_heads, blocks) = BITS[name], (*scales, 0, 0, 0)[:3]
     if len(scales) != 3 or tuple(codes) != (cells, kv_heads, blocks * BLOCK * bits // 8):
         raise ShapeError(
@@ -79,9 +82,9 @@ def check_shapes(op: str, query: Sequence[int], key: Sequence[int], value: Seque
 
 
 def address(array: np.ndarray) -> int:
-    """Where an array begins."""
-    found: int = array.__array_interface__["data"][0]
-    return found
+    """The address of an array."""
+    location: int = array.__array_interface__["data"][0]
+    return location
 
 
 class Array(NamedTuple):
@@ -98,16 +101,18 @@ class Array(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """K, V or queries in host memory as the kernels take them. Who makes it keeps the memory alive."""
+    """K, V or queries in host memory as arguments of the kernels. Its creator keeps the memory alive."""
 
     shape: Sequence[int]
     """(cells, kv_heads, dim) of the values."""
-    given: tuple[int, ...]
-    """Kind, address, steps of a cell and of a head; the last three of scales too, or zeros."""
+    arguments: tuple[int, ...]
+    """Kind, address, steps of a cell and of a head; then the last three for scales, or zeros."""
 
     @classmethod
     def of(cls, parts: Sequence[Array], kind: str) -> Stored | None:
-        """Plain numbers, or codes and scales (cells, kv_heads, ...); None for what kernels do not read."""
+        """Plain numbers, or codes and scales (cells, kv_heads, ...); None for anything that kernels do not
+        read.
+        """
         if kind in BITS:
             return cls._coded(parts, kind)
         address, shape, steps, itemsize = parts[0]
@@ -128,26 +133,26 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A plan as ``ragged_kernel.Launch`` has it, in arrays. The same whatever the number of threads."""
+    """A plan in the arrays of ``ragged_kernel.Launch``, independent of the number of threads."""
 
     tasks: np.ndarray
     slots: np.ndarray
     edges: np.ndarray
     piece: int
     count: int
-    """All slots."""
+    """The number of slots."""
     abreast: int
-    """Readers of a task at most."""
+    """The most readers of a task."""
     rows: int
-    """Places of segments that the tasks read, each for all of its readers."""
+    """Rows of segments that the tasks read, each once for all of its readers."""
     reach: int
-    """Rows that the buffers have to have."""
+    """The number of rows that the buffers must have."""
 
     @classmethod
     def of(cls, op: str, plan: RaggedPlan, kv_heads: int, group: int) -> Work:
         name = f"cpu {kv_heads} {group}"
-        found: Work | None = plan.memo.get(name)
-        if found is None:
+        cached: Work | None = plan.memo.get(name)
+        if cached is None:
             reach = _reach(op, plan)
             _, _, lengths, firsts, stops = plan.segments.T
             most, rows = int((stops - firsts).max()), int(lengths.sum())
@@ -163,17 +168,17 @@ class Work:
                 piece, to_slots, to_edges = packed[:3].tolist()
                 tasks = packed[8:to_slots].reshape(count, 4)
                 work = tasks, packed[to_slots:to_edges], packed[to_edges:], piece, parts
-            found = plan.memo[name] = cls(*work, abreast, rows, reach)
-        return found
+            cached = plan.memo[name] = cls(*work, abreast, rows, reach)
+        return cached
 
 
 def _reach(op: str, plan: RaggedPlan) -> int:
-    """One more than the largest row that is read. Raises BoundsError for what no buffer could have."""
-    found: Any = kernels()
-    reach: int = found.survey(plan.segments, plan.readers, plan.index)
-    if reach == found.WRONG_READER:
+    """One more than the largest row that is read. Raises BoundsError for invalid rows."""
+    compiled: Any = kernels()
+    reach: int = compiled.survey(plan.segments, plan.readers, plan.index)
+    if reach == compiled.WRONG_READER:
         raise BoundsError(f"{op}: a reader of the plan sees rows outside of its segment, or none")
-    if reach == found.WRONG_SEGMENT:
+    if reach == compiled.WRONG_SEGMENT:
         raise BoundsError(f"{op}: a segment of the plan has rows that no buffer has")
     return reach
 
@@ -192,10 +197,10 @@ def attend(
     """Attention of queries (tokens, heads, head_dim), in F32; there must be ``kernels``.
 
     ``out`` is the address of the result: F32 (tokens, heads, v_dim), C-contiguous. Each byte of K and V is
-    read once for up to ``ABREAST`` queries of a segment. What memory this takes besides is a few chunks of
-    cells, and the result as often as histories are cut into pieces.
+    read once for up to ``ABREAST`` queries of a segment. The temporary memory is a few chunks of cells, and
+    one result for each piece of a history.
     """
-    found: Any = kernels()
+    compiled: Any = kernels()
     (tokens, heads, head_dim), (cells, kv_heads, v_dim) = query.shape, value.shape
     check_shapes(op, query.shape, key.shape, value.shape)
     if tokens != plan.tokens:
@@ -205,37 +210,37 @@ def attend(
     group = heads // kv_heads
     work = Work.of(op, plan, kv_heads, group)
     if work.reach > cells:
-        raise BoundsError(f"{op}: the plan names row {work.reach - 1} of {cells}")
+        raise BoundsError(f"{op}: the plan refers to row {work.reach - 1} of {cells}")
     parts = np.empty((work.count, heads, v_dim), np.float32)
     totals = np.empty((work.count, heads, 2), np.float32)
     sizes = kv_heads, group, head_dim, v_dim
-    floats = found.scratch_size(work.abreast * group, head_dim, v_dim)
-    given = (
-        query.given[:4], scale, key.given, value.given, sizes, work.tasks, plan.segments, plan.readers,
-        work.slots, plan.index, work.piece, parts, totals,
+    floats = compiled.scratch_size(work.abreast * group, head_dim, v_dim)
+    operands = (
+        query.arguments[:4], scale, key.arguments, value.arguments, sizes, work.tasks, plan.segments,
+        plan.readers, work.slots, plan.index, work.piece, parts, totals,
     )  # fmt: skip
     units = len(work.tasks) * kv_heads
     threads = min(threads, units, work.rows * kv_heads // WORTH)
     if threads < 2:
-        found.attend(*given, *_scratch(floats, work.abreast), 0, units)
+        compiled.attend(*operands, *_scratch(floats, work.abreast), 0, units)
     else:
 
         def run(begin: int, end: int) -> None:
-            found.attend(*given, *_scratch(floats, work.abreast), begin, end)
+            compiled.attend(*operands, *_scratch(floats, work.abreast), begin, end)
 
         edges = [units * i // threads for i in range(threads + 1)]
         others = [_pool(os.getpid(), threads - 1).submit(run, *edges[i : i + 2]) for i in range(1, threads)]
         run(*edges[:2])
         for other in others:
             other.result()
-    found.merge(parts, totals, work.edges, NO_SINKS if sinks is None else sinks, out)
+    compiled.merge(parts, totals, work.edges, NO_SINKS if sinks is None else sinks, out)
 
 
 _own = threading.local()
 
 
 def _scratch(floats: int, readers: int) -> tuple[np.ndarray, np.ndarray]:
-    """What the kernel writes over, of this thread: kept, so that it stays in the processor's cache."""
+    """The kernel's scratch memory for this thread, reused so that it stays in the processor's cache."""
     kept: tuple[np.ndarray, np.ndarray] | None = getattr(_own, "scratch", None)
     if kept is None or kept[0].size < floats or len(kept[1]) < readers:
         kept = _own.scratch = np.empty(floats, np.float32), np.empty((max(ABREAST, readers), 3), np.int64)
@@ -244,5 +249,5 @@ def _scratch(floats: int, readers: int) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.lru_cache(maxsize=4)
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """``process``: a fork has none of its parent's threads."""
+    """``process`` is the process id, since a fork has none of its parent's threads."""
     return ThreadPoolExecutor(threads, thread_name_prefix="cpu-attention")

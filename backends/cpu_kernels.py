@@ -1,12 +1,10 @@
-"""Attention by a plan over host memory, compiled by numba when this is imported.
+"""Attention by a plan over host memory, compiled by numba on import. For each KV head, attention processes
+the rows of a segment in chunks that stay in the processor's cache, for all queries of all heads that read
+them, with an online softmax (Dao et al., FlashAttention, 2022). Plain F32 rows are read in place; others are
+first widened to F32, once for all queries. Everything is F32. ``ARITHMETIC`` allows sums in any order; NaN
+and infinity keep their meaning.
 
-Attention goes over the rows of a segment per KV head in chunks that stay in the processor's cache, for all
-queries of all heads that read them, with a softmax that goes along (Dao et al., FlashAttention, 2022).
-Plain F32 rows are read where they lie; others are widened to F32 first, once for all queries. All is F32.
-``ARITHMETIC`` lets sums be taken in any order; NaN and infinity are what they are.
-
-Of memory kernels are given addresses and steps in bytes, as integers: the caller has checked both, and keeps
-what lies there alive.
+Kernels get addresses and byte steps as integers: the caller has checked both, and keeps the memory alive.
 """
 
 from __future__ import annotations
@@ -48,11 +46,11 @@ from backends.cpu_vectors import (
 from backends.numba_options import kernel, part
 
 CHUNK = 128
-"""Rows whose scores are there at a time."""
+"""The number of rows whose scores are kept at a time."""
 F32, F16, BF16, Q8, Q4 = KINDS.values()
 ARITHMETIC = {"reassoc", "contract", "nsz"}
 EXACT = {"contract"}
-"""Not the empty set, for which numba takes what the caller has."""
+"""Not empty, since numba replaces an empty set by the caller's."""
 ZERO, ONE, NOTHING = np.float32(0), np.float32(1), np.float32(-np.inf)
 LISTED = types.Array(types.int32, 1, "C", readonly=True)
 TABLE = types.Array(types.int32, 2, "C", readonly=True)
@@ -82,7 +80,7 @@ def _from_half(bits: Any) -> Any:
 
 @part(EXACT)
 def _exp(x: Any) -> Any:
-    """exp of x <= 0; what is below ``SMALLEST`` counts as that. Within 2 units in the last place."""
+    """exp of x <= 0, clamped to ``SMALLEST``; within 2 units in the last place."""
     x = SMALLEST if x < SMALLEST else x
     shifted = x * LOG2_E + ROUNDING
     whole = shifted - ROUNDING
@@ -98,13 +96,13 @@ def _exp(x: Any) -> Any:
 
 @part(EXACT)
 def _exponentials(scores: Any, count: Any, top: Any) -> Any:
-    """A function of its own: what is ``ARITHMETIC`` would take the rounding out."""
+    """A separate function, since ``ARITHMETIC`` would optimize the rounding away."""
     return exponentials(scores, count, top)
 
 
 @part(EXACT)
 def _read_row(kind: Any, row: Any, scales: Any, count: Any, width: Any, factor: Any, out: Any) -> None:
-    """``count`` values of a row, times ``factor``, and zeros up to ``width``; factors of codes are 1."""
+    """Read ``count`` values of a row, times ``factor`` (1 for codes), then zeros up to ``width``."""
     into = _floats(out, width)
     if kind == F32:
         given = _floats(row, count)
@@ -134,9 +132,8 @@ def _read_row(kind: Any, row: Any, scales: Any, count: Any, width: Any, factor: 
 def _rows(
     stored: Any, head: Any, dim: Any, width: Any, index: Any, gathered: Any, first: Any, count: Any, out: Any
 ) -> Any:
-    """One head of ``count`` rows as floats, from number ``first`` of the buffer or of the index on.
-
-    Their address and the step from one to the next: where they lie, or in ``out``, widened.
+    """One head of ``count`` rows as floats, from row ``first`` of the buffer or of the index on. Returns
+    their address and step: in place, or widened in ``out``.
     """
     kind, address, cell_step, head_step, scales, scale_step, scale_head_step = stored
     if not gathered and kind == F32 and dim == width:
@@ -151,7 +148,7 @@ def _rows(
 
 @part(ARITHMETIC)
 def _score_all(query: Any, rows: Any, key: Any, key_step: Any, count: Any, width: Any, weights: Any) -> None:
-    """Scores of ``rows`` queries and ``count`` keys; those up to a whole vector are -inf."""
+    """Compute scores of ``rows`` queries and ``count`` keys, padded to a whole vector with -inf."""
     step, each, row = width * 4, CHUNK * 4, 0
     while row < rows:
         tall = TALL if row + TALL <= rows else 1
@@ -177,13 +174,15 @@ def _score_all(query: Any, rows: Any, key: Any, key_step: Any, count: Any, width
 
 @part(ARITHMETIC)
 def _soften(scores: Any, count: Any, out: Any, width: Any, stats: Any) -> None:
-    """Scores become weights exp(score - highest so far); ``stats`` are that highest, and their sum."""
+    """Turn scores into weights exp(score - highest so far); ``stats`` are that highest score and the sum of
+    weights.
+    """
     vectors = -(-count // LANES)
     known, into = _floats(stats, 2), _floats(out, width)
     before = known[0]
     top = highest(scores, vectors, before)
     if top == NOTHING:
-        top = ZERO  # weights of next to nothing, not exp(-inf + inf)
+        top = ZERO  # gives tiny weights, instead of exp(-inf + inf)
     elif top > before:
         shrink = _exp(before - top)
         known[0] = top
@@ -221,7 +220,9 @@ def _add_all(weights: Any, rows: Any, count: Any, value: Any, value_step: Any, w
 
 @part(ARITHMETIC)
 def _mark(readers: Any, first: Any, slots: Any, number: Any, piece: Any, marks: Any) -> Any:
-    """What of chunk ``number`` each reader sees and its slot, one row of ``marks`` each; what any sees."""
+    """Write the range of chunk ``number`` that each reader sees, and its slot, to ``marks``; returns their
+    union.
+    """
     low, high = (number + 1) * piece, number * piece
     for i in range(marks.shape[0]):
         begin, end = np.int64(readers[first + i, 1]), np.int64(readers[first + i, 2])
@@ -237,7 +238,7 @@ WRONG_READER, WRONG_SEGMENT = -1, -2
 
 @kernel(TABLE, TABLE, LISTED, result=types.int64, fastmath=False)
 def survey(segments: Any, readers: Any, index: Any) -> Any:
-    """One more than the largest row that a plan reads; or what it names that no buffer could have."""
+    """One more than the largest row that a plan reads, or a code for an invalid row."""
     reach, seen = np.int64(0), np.int64(0)
     for gathered, start, length, first, stop in segments:
         if first < 0 or stop > readers.shape[0]:
@@ -259,14 +260,14 @@ def survey(segments: Any, readers: Any, index: Any) -> Any:
 
 
 def scratch_size(rows: int, head_dim: int, v_dim: int) -> int:
-    """Floats that ``attend`` writes over, for as many query rows of a task."""
+    """The number of scratch floats of ``attend`` for this number of query rows per task."""
     k_width, v_width = (-(-dim // LANES) * LANES for dim in (head_dim, v_dim))
     return rows * (k_width + v_width + CHUNK + 2) + CHUNK * (k_width + v_width) + 16
 
 
 @part(ARITHMETIC)
 def _ask(query: Any, token: Any, head: Any, group: Any, dim: Any, width: Any, scale: Any, out: Any) -> None:
-    """The queries of a token, of ``group`` heads, as floats."""
+    """Read the queries of a token, of ``group`` heads, as floats."""
     kind, address, step, head_step = query
     for g in range(group):
         row = address + token * step + (head + g) * head_step
@@ -278,7 +279,7 @@ def _attend_rows(
     query: Any, rows: Any, key: Any, key_step: Any, value: Any, value_step: Any, count: Any, k_width: Any,
     v_width: Any, weights: Any, sums: Any, stats: Any,
 ) -> None:  # fmt: skip
-    """From ``rows`` queries to ``count`` keys and values, that each of them sees."""
+    """Attention of ``rows`` queries to ``count`` keys and values that all of them see."""
     _score_all(query, rows, key, key_step, count, k_width, weights)
     for r in range(rows):
         _soften(weights + r * CHUNK * 4, count, sums + r * v_width * 4, v_width, stats + r * 8)
@@ -290,7 +291,7 @@ def _attend_chunk(
     seen: Any, at: Any, size: Any, group: Any, queries: Any, k: Any, k_step: Any, v: Any, v_step: Any,
     k_width: Any, v_width: Any, weights: Any, sums: Any, stats: Any,
 ) -> None:  # fmt: skip
-    """From all readers to the ``size`` rows from ``at`` on: as many together as see the same of them."""
+    """Attention of all readers to the ``size`` rows from ``at`` on, grouped by the range that they see."""
     i, count = 0, seen.shape[0]
     while i < count:
         begin, end = max(seen[i, 0] - at, 0), min(seen[i, 1] - at, size)
@@ -310,7 +311,7 @@ def _attend_chunk(
 def _keep(
     seen: Any, head: Any, group: Any, width: Any, sums: Any, stats: Any, parts: Any, totals: Any
 ) -> None:
-    """What was found for each reader, in its slot."""
+    """Store the result of each reader in its slot."""
     v_dim = parts.shape[2]
     for i in range(seen.shape[0]):
         if seen[i, 0] < seen[i, 1]:
@@ -340,11 +341,11 @@ def attend(
     query: its kind, address, and steps of a token and of a head; it is multiplied by ``scale``. key and
     value: kind, address, steps of a row and of a head; for codes the same three of their scales (F16), else
     zeros. sizes: kv_heads, query heads of each, head_dim, v_dim. segments, readers and index are the plan's;
-    tasks, slots and ``piece``, the rows of a chunk, are as ``ragged_kernel.Launch`` says. Into ``parts`` (all
-    slots, heads, v_dim) goes what the values of a slot add up to, and into ``totals`` (all slots, heads, 2)
-    the highest score and the sum of the weights.
+    tasks, slots and ``piece``, the rows of a chunk, as in ``ragged_kernel.Launch``. The weighted sum of
+    values of each slot is written to ``parts`` (all slots, heads, v_dim), its highest score and its sum of
+    weights to ``totals`` (all slots, heads, 2).
 
-    What is written over: marks (most readers of a task, 3), and scratch, as many floats as ``scratch_size``.
+    Scratch memory: marks (most readers of a task, 3), and scratch, ``scratch_size`` floats.
     """
     kv_heads, group, head_dim, v_dim = sizes
     k_width, v_width = -(-head_dim // LANES) * LANES, -(-v_dim // LANES) * LANES
@@ -380,7 +381,7 @@ def attend(
 
 @kernel(ROWS, ROWS, LISTED, SINKS, types.int64, fastmath=ARITHMETIC)
 def merge(parts: Any, totals: Any, edges: Any, sinks: Any, out: Any) -> None:
-    """All slots ``[edges[q], edges[q + 1])`` of each query q in one, at ``out``: F32 (tokens, heads, v_dim).
+    """Merge the slots ``[edges[q], edges[q + 1])`` of each query q into ``out``: F32 (tokens, heads, v_dim).
 
     Sinks (heads,) take part in the softmax; none: an empty array.
     """

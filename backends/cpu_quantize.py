@@ -1,4 +1,4 @@
-"""Quantizing into blocks in host memory, compiled by numba when this is imported; see ``cpu_kernels``."""
+"""Quantizing into blocks in host memory, compiled by numba on import; see ``cpu_kernels``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from backends.numba_options import kernel, part
 
 ZERO, ONE, HALF = np.float32(0), np.float32(1), np.float32(0.5)
 LARGEST_TO_OVERFLOW = np.float32(2.0**-128)
-"""Of a scale up to this the inverse is infinite, and an integer of infinity is another on each processor."""
+"""The inverse of scales up to this is infinite, whose conversion to an integer depends on the processor."""
 GIVEN = types.Array(types.float32, 3, "C", readonly=True)
 INTO = types.Array(types.int8, 3, "A"), types.Array(types.uint16, 3, "A"), types.int64
 
@@ -23,9 +23,9 @@ def _to_half(x: Any) -> Any:
     sign, bits = np.int32((bits >> 16) & 0x8000), np.int32(bits & 0x7FFFFFFF)
     if bits > 0x7F800000:
         found = np.int32(0x7E00)
-    elif bits >= 0x477FF000:  # 65520, which is rounded to what F16 has no more
+    elif bits >= 0x477FF000:  # 65520 and above, which rounds to infinity in F16
         found = np.int32(0x7C00)
-    elif bits < 0x38800000:  # 2^-14: below it steps are of one size, which adding 1/2 leaves of it
+    elif bits < 0x38800000:  # below 2^-14, where steps are uniform: adding 1/2 rounds to them
         found = np.int32(np.float32(np.int32(bits).view(np.float32) + HALF).view(np.int32) - 0x3F000000)
     else:
         found = np.int32((bits - 0x38000000 + 0xFFF + ((bits >> 13) & 1)) >> 13)
@@ -34,7 +34,7 @@ def _to_half(x: Any) -> Any:
 
 @part(False)
 def _magnitude(x: Any) -> Any:
-    """A whole number that grows with |x|; NaN is above all."""
+    """An integer that increases with |x|; NaN is the largest."""
     return np.int32(np.float32(x).view(np.int32) & np.int32(0x7FFFFFFF))
 
 
@@ -73,11 +73,11 @@ def store(source: Any, codes: Any, scales: Any, bits: Any, cell: Any) -> None:
     """Codes and scales of floats (tokens, kv_heads, dim) into the cells from ``cell`` on.
 
     Bit for bit GGML's quantize_row_q8_0_ref and quantize_row_q4_0_ref (ggml/src/ggml-quants.c): each product
-    is rounded. Of a block that holds NaN or infinity the scale is not finite, and the codes are any.
+    is rounded. For a block with NaN or infinity, the scale is not finite and the codes are arbitrary.
     """
     size = (
         source.shape[2] // scales.shape[2]
-    )  # 32; where a compiler knows it, it makes more code and no faster
+    )  # 32, hidden from the compiler, which would unroll it without gain
     for token in range(source.shape[0]):
         for head in range(source.shape[1]):
             given, into = source[token, head], codes[cell + token, head]

@@ -1,4 +1,4 @@
-"""The way into codes in host memory, by a kernel of numba."""
+"""Writing codes in host memory with a numba kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _kernel = functools.partial(kernels, "cpu_quantize")
 
 
 def floats(array: np.ndarray) -> np.ndarray:
-    """As F32, and as the kernels take it: itself, where it is so."""
+    """An array as F32 in the kernels' layout; itself if it already is."""
     if array.dtype == np.float32 and array.flags.c_contiguous and array.flags.aligned:
         return array
     return np.require(array, np.float32, ("C", "A"))
@@ -25,7 +25,7 @@ def floats(array: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Codes and scales of a buffer, (cells, kv_heads, ...) each, as the kernel takes them."""
+    """Codes and scales of a buffer, each (cells, kv_heads, ...), as arguments of the kernel."""
 
     codes: np.ndarray
     scales: np.ndarray
@@ -33,7 +33,7 @@ class Codes:
 
     @classmethod
     def of(cls, parts: Sequence[np.ndarray], name: str) -> Codes | None:
-        """Of a format's arrays where they lie; None where it is another format, or codes lie apart."""
+        """From a format's arrays, in place; None for another format, or if codes are not contiguous."""
         if name not in BITS or len(parts) != 2 or Stored.of([Array.of(x) for x in parts], name) is None:
             return None
         codes, scales = parts
@@ -41,20 +41,20 @@ class Codes:
 
     @property
     def dim(self) -> int:
-        """Values of a head."""
+        """The number of values of a head."""
         blocks: int = self.scales.shape[2]
         return blocks * BLOCK
 
     @property
-    def given(self) -> tuple[np.ndarray, np.ndarray, int]:
+    def arguments(self) -> tuple[np.ndarray, np.ndarray, int]:
         return self.codes, self.scales, self.bits
 
 
 def encoded(values: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """Codes and scales (..., width) of floats (..., dim); None without kernels, and of another format."""
+    """Codes and scales (..., width) of floats (..., dim); None without kernels, and for another format."""
     bits = BITS.get(name)
-    found = None if bits is None else _kernel()
-    if found is None or bits is None:
+    kernel = None if bits is None else _kernel()
+    if kernel is None or bits is None:
         return None
     values = floats(values)
     *outer, dim = values.shape
@@ -62,7 +62,7 @@ def encoded(values: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray] | No
     scales = np.empty((*outer, dim // BLOCK), np.float16)
     rows = math.prod(outer)
     flat = [array.reshape(rows, 1, array.shape[-1]) for array in (values, codes, scales)]
-    found.store(flat[0], flat[1].view(np.int8), flat[2].view(np.uint16), bits, 0)
+    kernel.store(flat[0], flat[1].view(np.int8), flat[2].view(np.uint16), bits, 0)
     return codes, scales
 
 
@@ -79,7 +79,7 @@ class CodesStore:
     ) -> None:
         self._backend, self._host, self._write = backend, host, write
         self._cells = key.codes.shape[0]
-        self._key, self._value = key.given, value.given
+        self._key, self._value = key.arguments, value.arguments
         self._key_shape = *key.codes.shape[1:2], key.dim
         self._value_shape = *value.codes.shape[1:2], value.dim
 
@@ -91,13 +91,12 @@ class CodesStore:
         key: Codes | None,
         value: Codes | None,
     ) -> CodesStore | None:
-        """None without codes to write into, or without numba.
-
-        ``host``: the floats of a tensor of the backend as an array; None for what is no such tensor.
+        """None without codes to write, or without numba. ``host`` returns a tensor's floats as an array; None
+        for anything else.
         """
-        if key is None or value is None or (found := _kernel()) is None:
+        if key is None or value is None or (kernel := _kernel()) is None:
             return None
-        return cls(backend, host, key, value, found.store)
+        return cls(backend, host, key, value, kernel.store)
 
     def write(self, ctx: Any, start: int, count: int, key: Any, value: Any) -> bool:
         backend = self._backend
@@ -115,5 +114,5 @@ class CodesStore:
         return True
 
     def read(self, ctx: Any, start: int, count: int) -> None:
-        """Never: codes are read as floats elsewhere."""
+        """None: codes are decoded elsewhere."""
         return

@@ -1,7 +1,6 @@
-"""Products, maxima and exponentials of vectors in host memory, in LLVM's words, for kernels of numba.
-
-All take addresses, steps in bytes, and counts. numba does not see that this module has changed: who changes
-it removes ``__pycache__``.
+"""Products, maxima and exponentials of vectors in host memory, written in LLVM IR for numba's kernels. All
+take addresses, steps in bytes, and counts. numba does not detect changes of this module: remove
+``__pycache__`` after a change.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 LANES = 16 if binding.get_host_cpu_features().get("avx512f") else 8
-"""Floats of a vector. Processors with shorter ones take it in parts."""
+"""Floats per vector. Processors with shorter vectors split it."""
 TALL = 4 if LANES == 16 else 2
 """Queries whose products with ``WIDE`` keys are summed in registers."""
 WIDE = 4
 SMALLEST = np.float32(-87.0)
 LOG2_E = np.float32(1.4426950408889634)
 ROUNDING = np.float32(12582912.0)
-"""1.5 * 2^23: what is added to it is rounded to a whole number, which its low bits then are."""
+"""1.5 * 2^23: a number added to it is rounded to an integer, found in the low bits."""
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 POLYNOMIAL = tuple(map(np.float32, (
     1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1,
 )))  # fmt: skip
-"""Of exp(x) - 1 - x, over x^2, for |x| up to half of log 2."""
+"""Approximates (exp(x) - 1 - x) / x^2 for |x| up to half of log 2."""
 EXPONENT = 127 - 0x4B400000
 ONE = np.float32(1)
 BYTE, INT32, INT64, FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -37,7 +36,7 @@ place = types.int64
 
 
 class _Vectors:
-    """Vectors of a type in memory, which is no more aligned than its elements are."""
+    """Loads and stores of vectors in memory that is aligned only to elements."""
 
     def __init__(self, element: Any, count: int, align: int) -> None:
         self.type, self.count, self.align = ir.VectorType(element, count), count, align
@@ -75,7 +74,7 @@ def _float(builder: Any, address: Any) -> Any:
 
 
 def _added(builder: Any, total: Any, one: Any, other: Any) -> Any:
-    """total + one * other, in one rounding where the processor has that."""
+    """total + one * other, rounded once if the processor supports it."""
     return builder.fadd(total, builder.fmul(one, other, flags=["contract"]), flags=["contract"])
 
 
@@ -85,7 +84,7 @@ def _stepping(builder: Any, address: Any, step: Any, count: int) -> list[Any]:
 
 
 def _kept(builder: Any, count: int) -> list[Any]:
-    """Vectors of zeros that a loop adds to; LLVM makes registers of them."""
+    """Zero vectors as accumulators of a loop; LLVM keeps them in registers."""
     found = [cgutils.alloca_once(builder, FLOATS.type) for _ in range(count)]
     for one in found:
         builder.store(FLOATS.all(0), one)
@@ -93,7 +92,7 @@ def _kept(builder: Any, count: int) -> list[Any]:
 
 
 def _halved(builder: Any, vector: Any) -> Any:
-    """Of 16 lanes the sums of lanes 8 apart; of 8 themselves."""
+    """For 16 lanes, the sums of lanes 8 apart; 8 lanes are unchanged."""
     if vector.type.count == 8:
         return vector
     low, high = (_shuffled(builder, vector, vector, range(at, at + 8)) for at in (0, 8))
@@ -101,9 +100,9 @@ def _halved(builder: Any, vector: Any) -> Any:
 
 
 def _sums(builder: Any, vectors: Sequence[Any]) -> Any:
-    """A vector of four: the sum of the lanes of each of four."""
+    """A vector of four sums, each over the lanes of one of four vectors."""
 
-    def paired(one: Any, other: Any) -> Any:  # as the processor's own horizontal sum has it
+    def paired(one: Any, other: Any) -> Any:  # like the processor's horizontal sum
         even = _shuffled(builder, one, other, [0, 2, 8, 10, 4, 6, 12, 14])
         return builder.fadd(even, _shuffled(builder, one, other, [1, 3, 9, 11, 5, 7, 13, 15]))
 
@@ -114,7 +113,7 @@ def _sums(builder: Any, vectors: Sequence[Any]) -> Any:
 
 
 def _folded(builder: Any, vector: Any, fold: Callable[[Any, Any], Any]) -> Any:
-    """All lanes in one number."""
+    """Reduce all lanes to one number."""
     while (half := vector.type.count // 2) > 0:
         low, high = (_shuffled(builder, vector, vector, range(at, at + half)) for at in (0, half))
         vector = fold(low, high)
@@ -193,7 +192,7 @@ def _adding(tall: int, wide: int) -> Any:
 
 @intrinsic
 def highest(typing: Any, scores: Any, count: Any, start: Any) -> Any:
-    """The highest of ``start`` and ``count`` vectors of scores; NaN is none."""
+    """The maximum of ``start`` and ``count`` vectors of scores, ignoring NaN."""
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         scores, count, start = given
@@ -213,7 +212,7 @@ def highest(typing: Any, scores: Any, count: Any, start: Any) -> Any:
 
 @intrinsic
 def exponentials(typing: Any, scores: Any, count: Any, top: Any) -> Any:
-    """``count`` vectors of scores become exp(score - top), as ``_exp`` has it; their sum."""
+    """Replace ``count`` vectors of scores by exp(score - top), as computed by ``_exp``; returns their sum."""
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         scores, count, top = given
@@ -248,9 +247,8 @@ def exponentials(typing: Any, scores: Any, count: Any, top: Any) -> Any:
 def _widening(bits: int) -> Any:
     @intrinsic
     def widen(typing: Any, codes: Any, scale: Any, out: Any) -> Any:
-        """A block of 32 codes, times scale, as floats.
-
-        Those of 4 bits are two in a byte: the low halves come first; they count from -8.
+        """Decode a block of 32 codes, times scale, to floats. A byte has two 4-bit codes, offset by 8; the
+        low halves come first.
         """
 
         def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:

@@ -20,7 +20,7 @@ log = logging.getLogger("kvcache.kernels")
 
 
 class _Notice(event.Listener):
-    """Told when numba compiles a kernel; a kernel that is loaded from a folder is no such event."""
+    """A listener for compilations by numba; loading a stored kernel does not trigger it."""
 
     def on_start(self, _: Any) -> None:
         announce()
@@ -31,7 +31,7 @@ class _Notice(event.Listener):
 
 @functools.cache
 def announce() -> None:
-    """Once per process: a warning, since nothing else is seen of it for up to half a minute."""
+    """Log a warning, once per process, since compilation takes up to half a minute without output."""
     log.warning("compiling kernels for this processor: some 20 seconds, once for each version of numba")
 
 
@@ -41,19 +41,19 @@ def _compiled(function: Any, *signature: Any, **options: Any) -> Any:
 
 
 def part(fastmath: Any) -> Callable[[Any], Any]:
-    """What kernels are made of."""
+    """A decorator for functions inlined in kernels."""
     made: Callable[[Any], Any] = njit(error_model="numpy", fastmath=fastmath)
     return made
 
 
 def kernel(*given: Any, fastmath: Any, result: Any = types.void) -> Callable[[Any], Any]:
-    """For arguments of these types: compiled at once, or loaded from where it was stored."""
+    """A decorator for kernels with arguments of these types, compiled immediately or loaded from disk."""
 
     def decorate(function: Any) -> Any:
         options = {"nogil": True, "error_model": "numpy", "fastmath": fastmath}
         try:
             return _compiled(function, result(*given), cache=True, **options)
-        except (RuntimeError, OSError):  # no folder to store it in, or no room there
+        except (RuntimeError, OSError):  # no writable folder, or no space
             return _compiled(function, result(*given), **options)
 
     return decorate

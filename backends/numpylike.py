@@ -1,7 +1,7 @@
-"""One translation for the frameworks that speak NumPy's API: NumPy itself and CuPy.
+"""One translation for frameworks with NumPy's API: NumPy itself and CuPy.
 
-``ArrayTensor.xp`` is the module. What the two do differently (how a strided view of a storage is
-made, how memory is taken) is left to their own files, and to the few hooks under "What may differ".
+``ArrayTensor.xp`` is the module. Differences between the two (strided views of a storage, allocation) are in
+their own files, and in the few hooks under "Differences".
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class ArrayTensor(StorageView, BaseTensor):
         """Wrap a result that the framework has just allocated."""
         raise NotImplementedError
 
-    # What may differ: how NumPy does it.
+    # Differences: NumPy's variants.
 
     def _bits(self, array: Any) -> Any:
-        """The array as what only moves elements takes it; ``own`` turns it back."""
+        """The array in a dtype for operations that only move elements; ``own`` converts it back."""
         return array
 
     def values(self) -> Any:
-        """The elements as comparisons take them."""
+        """The elements for comparisons."""
         return self.native
 
     def _bridge(self, array: Any, source: DType, target: DType) -> Any:
-        """What ``array`` is cast from: integers reach the narrow floats by way of F32."""
+        """The source of a cast: integers become narrow floats by way of F32."""
         return array.astype(np.float32) if source.is_integer and target in _NARROW else array
 
     def _overlaps(self, src: Self) -> bool:
@@ -57,7 +57,7 @@ class ArrayTensor(StorageView, BaseTensor):
         return indices.native if isinstance(indices, ArrayTensor) else indices
 
     def _order(self, x: Any, axis: int) -> Any:
-        """Indices of a stable ascending sort: of rows, as NumPy sorts arrays of at most 32 axes."""
+        """Indices of a stable ascending sort, computed on rows, as NumPy sorts arrays of at most 32 axes."""
         last = x.swapaxes(axis, -1)
         rows = last.reshape(math.prod(last.shape[:-1]), last.shape[-1])
         return self.xp.argsort(rows, axis=-1, kind="stable").reshape(last.shape).swapaxes(axis, -1)
@@ -78,7 +78,7 @@ class ArrayTensor(StorageView, BaseTensor):
     def write_from(self, src: Self) -> None:
         source = self._bridge(src.native, src.dtype, self.dtype)
         if source is src.native and self._overlaps(src):
-            source = source.copy()  # neither framework gets every overlap right (NumPy: a[0:10:2] = a[:5])
+            source = source.copy()  # neither framework handles every overlap (NumPy: a[0:10:2] = a[:5])
         if src.dtype is self.dtype:
             self.xp.copyto(self._bits(self.native), self._bits(source), casting="unsafe")
         else:
@@ -110,7 +110,7 @@ class ArrayTensor(StorageView, BaseTensor):
     # Compute: floats narrower than F32 are widened, computed, and rounded once.
 
     def wide(self) -> Any:
-        """The elements as computations take them: narrow floats as F32."""
+        """The elements for computations: narrow floats as F32."""
         return self.native.astype(np.float32) if self.dtype in _NARROW else self.native
 
     def _result(self, ctx: BaseContext, array: Any, dtype: DType) -> Self:
@@ -168,7 +168,7 @@ class ArrayTensor(StorageView, BaseTensor):
         return self._result(ctx, self._order(self.wide(), axis), DType.I32)
 
     def _largest(self, x: Any, k: int) -> Any:
-        """Indices of the k largest of the last axis, the lower one first among equals."""
+        """Indices of the k largest of the last axis; ties are in index order."""
         return largest(x, k)
 
     def _top_k(self, ctx: BaseContext, k: int) -> tuple[Self, Self]:
@@ -201,7 +201,7 @@ class ArrayTensor(StorageView, BaseTensor):
 
 _NARROW = (DType.F16, DType.BF16)
 _ADDED_IN = np.float64
-"""Along any axis but the innermost NumPy adds one by one: a million equal ones come out a hundredth off."""
+"""Along any axis but the innermost, NumPy adds one by one: the error for a million equal numbers is 1%."""
 _UFUNC = {"add": "add", "sub": "subtract", "mul": "multiply", "div": "true_divide"}
 _COMPARE = {
     "eq": "equal", "ne": "not_equal", "lt": "less", "le": "less_equal", "gt": "greater",
@@ -230,7 +230,7 @@ def _clip(xp: Any, x: Any, low: Any, high: Any) -> Any:
 
 
 def element_strides(array: Any, itemsize: int) -> Shape:
-    """The strides of a foreign array in elements, where the contract can express them."""
+    """The strides of a foreign array in elements, if the contract can express them."""
     if array.size == 0:
         return contiguous_strides(array.shape)
     axes = list(zip(array.shape, array.strides, strict=True))

@@ -1,11 +1,11 @@
-"""Pages on streams of their own: what CUDA's frameworks have in common.
+"""Copies of pages on separate streams: shared by CUDA's frameworks.
 
 ::
 
     compute stream   ... writes cells | e1            | waits e2 | reads cells ...
     copy stream                         waits e1, copies | e2
 
-The host waits for nothing; the compute stream waits for ``e2`` only where what arrives is used (``join``).
+The host does not wait; the compute stream waits for ``e2`` only before the data is used (``join``).
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 RUN = 256 << 10
-"""Bytes; what lies in shorter runs goes by way of a tensor without gaps: each call takes its time."""
+"""Bytes; shorter runs are first gathered in a contiguous tensor, since each call has a cost."""
 
 
 class CopyQueue(Protocol):
     """One device's stream for copies in one direction. Its methods raise ml errors."""
 
     def after_compute(self, op: str) -> AbstractContextManager[None]:
-        """What is asked for inside runs on the stream, after all that this thread's current one was given."""
+        """Run calls inside on the stream, ordered after all work of this thread's current stream."""
 
     def mark(self) -> Any:
-        """An event behind all that the stream was given."""
+        """An event after all work submitted to the stream."""
 
     def reached(self, event: Any) -> bool: ...
     def wait(self, event: Any) -> None:
-        """The host waits."""
+        """Make the host wait for an event."""
 
     def join(self, event: Any) -> None:
-        """This thread's current stream of the device waits."""
+        """Make this thread's current stream of the device wait for an event."""
 
 
 class StreamTransfer:
@@ -42,7 +42,7 @@ class StreamTransfer:
     def __init__(self, marks: Sequence[tuple[CopyQueue, Any]], kept: object) -> None:
         self._marks = marks
         self._kept = kept
-        """What is read and written, until it is done."""
+        """The memory being read and written, kept until the transfer is done."""
 
     def done(self) -> bool:
         if not all(queue.reached(event) for queue, event in self._marks):
@@ -61,10 +61,10 @@ class StreamTransfer:
 
 
 class PageStreams:
-    """The copies of one backend that are under way, on a queue per device and direction."""
+    """The pending copies of one backend, on a queue per device and direction."""
 
     def __init__(self, queue: Callable[[Any], CopyQueue]) -> None:
-        """``queue(device)`` makes one."""
+        """``queue(device)`` creates a queue."""
         self._make = queue
         self._queues: dict[tuple[str, Hashable], CopyQueue] = {}
         self._under_way: list[StreamTransfer] = []
@@ -73,7 +73,9 @@ class PageStreams:
     def begin(
         self, op: str, copies: Iterable[tuple[Hashable, Callable[[], None]]], kept: object
     ) -> StreamTransfer:
-        """Run copies, each with its device, on the queues of ``op``; ``kept`` lives until they are done."""
+        """Run copies, each with its device, on the queues of ``op``; ``kept`` is kept alive until they are
+        done.
+        """
         by_device: dict[Hashable, list[Callable[[], None]]] = {}
         for device, copy in copies:
             by_device.setdefault(device, []).append(copy)
@@ -85,7 +87,7 @@ class PageStreams:
                     try:
                         for copy in mine:
                             copy()
-                    finally:  # what was begun before an error goes on
+                    finally:  # copies begun before an error continue
                         marks.append((queue, queue.mark()))
         finally:
             transfer = StreamTransfer(marks, kept)
@@ -100,7 +102,7 @@ class PageStreams:
             return self._queues[op, device]
 
     def close(self) -> None:
-        """Wait for all that is under way."""
+        """Wait for all pending copies."""
         with self._lock:
             waiting, self._under_way = self._under_way, []
         for transfer in waiting:
@@ -108,9 +110,8 @@ class PageStreams:
 
 
 def runs(shape: Sequence[int], strides: Sequence[int], itemsize: int, least: int = RUN) -> int | None:
-    """How many outer axes an array has whose elements lie in one run each; None where runs are short.
-
-    ``least`` bytes are not; all of an array in one run is never short.
+    """The number of outer axes whose elements are each one run in memory; None if runs are shorter than
+    ``least`` bytes. An array that is a single run is never too short.
     """
     size, outer = 1, len(shape)
     while outer and (shape[outer - 1] == 1 or strides[outer - 1] == size):

@@ -1,4 +1,4 @@
-"""The layers of a model over several devices, the same for every backend that has more than one."""
+"""Placement of a model's layers on several devices, shared by all backends with more than one."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from ml.dtypes import DType
 from ml.errors import BoundsError, DeviceError, ShapeError
 
 GPU_CALL_BYTES = 16 << 20
-"""``CacheConfig.call_bytes`` of a GPU: launches of 10 us at 1.6 TB/s. Not measured on one."""
+"""``CacheConfig.call_bytes`` of a GPU: launches of 10 us at 1.6 TB/s. An estimate, not a measurement."""
 
 
 def asked_devices(device: Any, devices: Sequence[Any] | None) -> list[Any] | None:
-    """What ``device=`` or ``devices=`` names, None for neither. DeviceError for both and for none."""
+    """The devices named by ``device=`` or ``devices=``; None for neither. Raises DeviceError for both, and
+    for an empty list.
+    """
     if devices is None:
         return None if device is None else [device]
     if device is not None:
-        raise DeviceError("open_backend: device= and devices= are both given; give one of them")
+        raise DeviceError("open_backend: device= and devices= are both set; use one of them")
     if isinstance(devices, str) or not isinstance(devices, Iterable):
         raise DeviceError(f"open_backend: devices={devices!r}; it must be a list of names")
     return list(devices)
 
 
 def check_once(names: Sequence[Any]) -> None:
-    """Raise DeviceError where no device is named, or one twice."""
+    """Raise DeviceError if no device is named, or one is named twice."""
     if not names:
         raise DeviceError("open_backend: devices=[]; name at least one")
     if len(set(names)) < len(names):
@@ -42,7 +44,7 @@ def only_device(
 ) -> str | None:
     """For a backend that works on one device: the one that ``device=`` or ``devices=`` names, if any.
 
-    ``layers`` says nothing here: they all lie on it. Raises DeviceError for several devices.
+    ``layers`` has no effect here, since all are on it. Raises DeviceError for several devices.
     """
     check_layers(layers)
     asked = asked_devices(device, devices)
@@ -50,15 +52,15 @@ def only_device(
         return None
     if len(asked) != 1:
         raise DeviceError(
-            f"open_backend: devices={asked}; {name} keeps all layers on one device, name that: "
-            "torch and cupy split them over several"
+            f"open_backend: devices={asked}; {name} keeps all layers on one device, so name one; torch and "
+            "cupy support several"
         )
     only: str = asked[0]
     return only
 
 
 def check_layers(layers: Any) -> None:
-    """Raise ShapeError for a model without layers, and for what is no number of them."""
+    """Raise ShapeError for a number of layers below 1, and for anything but a number."""
     if layers is None:
         return
     try:
@@ -74,7 +76,8 @@ def check_layers(layers: Any) -> None:
 
 
 class PlacedBackend(BaseBackend):
-    """Layers are split evenly over the devices, in order; several devices need to be told how many.
+    """A backend whose layers are split evenly over the devices, in order; with several devices, ``layers`` is
+    required.
 
     ``layers`` may also name the device of each layer, by its index in ``devices``: ``[0, 0, 0, 1]``.
     """
@@ -101,22 +104,26 @@ class PlacedBackend(BaseBackend):
 
     def device_of_layer(self, i: int) -> int:
         """The index of the device of layer ``i``."""
-        found = self._device_of
-        if found is None:
+        devices = self._device_of
+        if devices is None:
             return 0
-        if i >= len(found):
-            raise BoundsError(f"layer: {i} of {len(found)}; the backend was opened with layers={len(found)}")
-        return found[i]
+        if i >= len(devices):
+            raise BoundsError(
+                f"layer: {i} of {len(devices)}; the backend was opened with layers={len(devices)}"
+            )
+        return devices[i]
 
     def place_layer(self, i: int, device: int) -> None:
-        """Let what is made for layer ``i`` from now on lie on ``devices[device]``."""
+        """Place everything created for layer ``i`` from now on on ``devices[device]``."""
         self._check_device(device)
         if self.device_of_layer(i) != device:
             assert self._device_of is not None
             self._device_of[i] = device
 
     def native_device(self, places: Sequence[Any], place: Any, what: str) -> int:
-        """The index of the device that has this one of the framework's ``places``; ``what`` lies there."""
+        """The index of the device at this one of the framework's ``places``; ``what`` describes an array
+        there.
+        """
         if place not in places:
             raise DeviceError(
                 f"from_native: {what}; the backend was opened on "
@@ -128,7 +135,7 @@ class PlacedBackend(BaseBackend):
     # Pages.
 
     pages: Any = None
-    """The copies of pages that are under way; None: there is no device whose memory the host cannot have."""
+    """The pending copies of pages; None if all devices use host memory."""
 
     def pinned_memory(self, nbytes: int) -> np.ndarray | None:
         """See ``ml.SupportsTransfers``."""
@@ -154,7 +161,7 @@ class PlacedBackend(BaseBackend):
     def _check_device(self, device: int) -> None:
         if not 0 <= operator.index(device) < len(self.devices):
             raise BoundsError(
-                f"layers: device {device} of {len(self.devices)}; a layer is placed by an index in devices="
+                f"layers: device {device} of {len(self.devices)}; a layer needs an index in devices="
             )
 
 
@@ -169,21 +176,21 @@ class PlacedContext(BaseContext):
 
     @property
     def device(self) -> str:
-        """The name of the device that results lie on."""
+        """The name of the device of results."""
         return self.backend.devices[self.device_index].name
 
     def _device_of_layer(self, i: int) -> int:
         return self.backend.device_of_layer(i)
 
     def _on_device(self, device: int) -> PlacedContext:
-        found = self._family.get(device)
-        if found is None or found.active_backend is None:
-            found = type(self)(self.backend, self.max_graph_nodes, device)
-            found.join(self._family)
-        return found
+        context = self._family.get(device)
+        if context is None or context.active_backend is None:
+            context = type(self)(self.backend, self.max_graph_nodes, device)
+            context.join(self._family)
+        return context
 
     def join(self, family: dict[int, PlacedContext]) -> None:
-        """Become the context of this device among those that close together."""
+        """Join the contexts that close together, as the context of this device."""
         self._family = family
         family[self.device_index] = self
 

@@ -1,10 +1,10 @@
-"""Attention of a ragged batch as two kernels, in C that CUDA and Metal both read, and how they are launched.
+"""Attention of a ragged batch as two kernels, in C for both CUDA and Metal, and their launch parameters.
 
-``PARTS``: a block attends from up to ROWS queries that share a KV head (query heads of a group, and readers
-of one segment) to one chunk of a segment, whose keys and values it reads once. ``MERGE``: a block puts
-together the parts of one query and head, and its sink. Two launches, however many sequences there are.
+``PARTS``: a block computes attention of up to ROWS queries that share a KV head (query heads of a group, and
+readers of one segment) to one chunk of a segment, whose keys and values it reads once. ``MERGE``: a block
+merges the parts of one query and head, and its sink. There are two launches for any number of sequences.
 
-Both are bodies of a function. Whoever compiles them defines, in the words of the language:
+Both are function bodies. To compile them, define in the respective language:
 
 * ``SHARED``, ``BARRIER()``, ``EXP(x)``, ``LOAD(x)`` to float, ``STORE(x)`` from float, ``WIDE`` (64 bits);
 * ``me``, ``block_x``, ``block_y``: int, this thread of its block, and the block;
@@ -27,17 +27,17 @@ from ml.ragged import RaggedPlan
 
 THREADS = 128
 KEYS = 32
-"""Keys that a block holds at once: a thread takes the scores of one of them."""
+"""Keys per step of a block; a thread computes the scores of one of them."""
 SLICE = 64
-"""Elements of each that it holds at once."""
+"""Elements of each key per step."""
 QUERY_BYTES = 16384
-"""Of queries that a block holds: with the rest it stays below the 32 KiB that Metal gives."""
+"""The most bytes of a block's queries, so that all of its memory stays below Metal's 32 KiB."""
 LARGEST = 1024
-"""Elements of a head; more is not for these kernels."""
+"""The most elements of a head for these kernels."""
 BLOCKS = 1024
-"""So many blocks keep a large device busy: histories are cut into chunks until there are about as many."""
+"""The blocks that keep a large device busy: histories are cut into chunks until there are about this many."""
 SHORTEST = 256
-"""Rows of a chunk that it still pays to cut off."""
+"""The fewest rows that are worth a chunk."""
 
 PARTS = """
     constexpr int SPAN = GROUP < ROWS ? GROUP : ROWS;  // query heads of a block; its other rows are readers
@@ -208,7 +208,7 @@ PARTS = """
         }
     }
 """
-"""The sums of the weighted values of each part, and its largest score with the sum of its weights."""
+"""Computes the weighted sum of values of each part, its largest score, and its sum of weights."""
 
 MERGE = """
     constexpr int HEADS = KV_HEADS * GROUP;
@@ -238,7 +238,7 @@ MERGE = """
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the kernels are compiled for."""
+    """The compile-time constants of the kernels."""
 
     heads: int
     kv_heads: int
@@ -248,7 +248,7 @@ class Shape:
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Shape | None:
-        """None where the kernels do not do this case."""
+        """The shape for these operands; None if the kernels do not support them."""
         (_, heads, head_dim), kv_heads, v_dim = query.shape, key.shape[1], value.shape[2]
         one_dtype = query.dtype is key.dtype is value.dtype and query.dtype.is_float
         empty = 0 in (*query.shape, kv_heads, v_dim)
@@ -262,7 +262,7 @@ class Shape:
 
     @property
     def rows(self) -> int:
-        """Queries of a block, a power of 2: of one head each."""
+        """Queries per block, each of one head; a power of 2."""
         return min(16, 1 << (QUERY_BYTES // (4 * self.head_dim)).bit_length() - 1)
 
     @property
@@ -272,7 +272,7 @@ class Shape:
 
     @property
     def blocks(self) -> int:
-        """Blocks side by side, for all heads."""
+        """Blocks for all heads."""
         return self.kv_heads * -(-(self.heads // self.kv_heads) // self.span)
 
     @property
@@ -288,19 +288,19 @@ class Shape:
 
     @property
     def defines(self) -> str:
-        """What the kernels know when they are compiled."""
+        """The definitions for compiling the kernels."""
         constants = {"THREADS": THREADS, "KEYS": KEYS, "SLICE": SLICE} | self.constants
         return "".join(f"#define {name} {value}\n" for name, value in constants.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a plan is done: ``tasks`` blocks for each of ``Shape.blocks``, and ``slots`` parts to be merged.
+    """The launch of a plan: ``tasks`` blocks for each of ``Shape.blocks``, and ``slots`` parts to be merged.
 
-    ``work`` (I32): a header of 8, namely the rows of a chunk, where the first slot of each reader stands, and
-    where the first slot of each query stands, with the end after the last; then from 8 on for each task its
-    segment, its readers ``[first, stop)``, and its chunk, counted from the start of the segment.
-    A reader has a slot for each chunk that it sees any of; those of a query follow each other.
+    ``work`` (I32): a header of 8, with the rows of a chunk, the offset of each reader's first slot, and the
+    offset of each query's first slot (ending with the total); then from 8 on, for each task its segment, its
+    readers ``[first, stop)``, and its chunk, counted from the start of the segment. A reader has a slot for
+    each chunk of which it sees a part; those of a query are consecutive.
     """
 
     work: Tensor
@@ -309,9 +309,9 @@ class Launch:
 
 
 def launch(ctx: Context, plan: RaggedPlan, shape: Shape) -> Launch:
-    """Of a plan, for all layers of one shape: made and uploaded once."""
+    """The launch of a plan, created and uploaded once for all layers of one shape."""
     abreast, blocks = shape.rows // shape.span, shape.blocks
-    plan.lay_whole()  # the kernels read it too
+    plan.lay_whole()  # the kernels read the plan too
     (tasks, slots), on = plan.lay(f"ragged_kernel {abreast} {blocks}", partial(_pack, abreast, blocks))
     return Launch(on(ctx), tasks, slots)
 
@@ -353,7 +353,7 @@ def layout(plan: RaggedPlan, abreast: int, blocks: int) -> tuple[np.ndarray, int
 
 
 def _counted(counts: np.ndarray) -> np.ndarray:
-    """0, 1, ... up to each count, one after the other."""
+    """0, 1, ... up to each count, concatenated."""
     ends = np.cumsum(counts)
     numbers: np.ndarray = np.arange(int(ends[-1])) - np.repeat(ends - counts, counts)
     return numbers

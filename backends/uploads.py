@@ -1,4 +1,4 @@
-"""Arrays of the host that go to a device in one transfer: one behind the other."""
+"""Uploads several host arrays in one transfer, concatenated."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from ml.base.checks import cast_host
 from ml.dtypes import DType
 
 STAGED_BYTES = 16 << 20
-"""Up to so much, such as what a pass needs, goes to CUDA by the framework's own pinned memory. With other
-memory the host may wait until the device has done all that it was asked to do before."""
+"""Up to this many bytes, such as the data of a pass, use the framework's own pinned memory on CUDA. With
+other memory, the host may wait for all earlier work of the device.
+"""
 APART = 64
-"""Bytes at whose multiples arrays begin that go together."""
+"""The alignment in bytes of arrays uploaded together."""
 
 
 def lay_out(arrays: Sequence[tuple[np.ndarray, DType]]) -> tuple[list[np.ndarray], list[int], int]:
-    """The arrays in these dtypes, the byte that each begins at, and how many bytes they take."""
+    """The arrays in these dtypes, the byte offset of each, and the total bytes."""
     hosts = [np.ascontiguousarray(array if array.dtype == dtype.numpy else cast_host(array, dtype))
              for array, dtype in arrays]  # fmt: skip
     starts = [0]
@@ -27,6 +28,6 @@ def lay_out(arrays: Sequence[tuple[np.ndarray, DType]]) -> tuple[list[np.ndarray
 
 
 def fill(memory: np.ndarray, hosts: Sequence[np.ndarray], starts: Sequence[int]) -> None:
-    """Write them into memory U8 (bytes,)."""
+    """Write the arrays into memory U8 (bytes,)."""
     for start, host in zip(starts, hosts, strict=True):
         memory[start : start + host.nbytes] = host.reshape(-1).view(np.uint8)

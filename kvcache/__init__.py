@@ -192,8 +192,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("kvcache.caches.branches")
     if name in __all__:
         module = importlib.import_module(f"kvcache.{_ELSEWHERE.get(name, 'cache')}")
-        found = globals()[name] = getattr(module, name)
-        return found
+        member = globals()[name] = getattr(module, name)
+        return member
     if not name.startswith("_") and find_spec(f"kvcache.{name}") is not None:
         return importlib.import_module(f"kvcache.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,13 +29,13 @@ class ModelSizes(Protocol):
     def eos_ids(self) -> tuple[int, ...]: ...
     @property
     def cached_layers(self) -> Mapping[int, LayerShape]:
-        """What a cache stores of a token, by the layers that it stores anything of."""
+        """By layer, what a cache stores for a token; layers that store nothing are omitted."""
 
     def cached_tokens(self, layer: int, max_sequences: int, capacity: int, max_batch: int) -> int:
-        """How many tokens of layer ``layer``, one of ``cached_layers``, a full cache stores."""
+        """The number of tokens that a full cache stores in ``layer``, one of ``cached_layers``."""
 
     def state_bytes(self, max_sequences: int, capacity: int) -> int:
-        """Bytes of what a cache holds beside its cells: recurrent states, at most."""
+        """The most bytes of a cache besides its cells, for recurrent states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,12 @@ class ModelConfig:
                 raise ModelError(f"model config: token id {token} is outside the {self.vocab_size} tokens")
 
     def cached_tokens(self, layer: int, max_sequences: int, capacity: int, max_batch: int) -> int:
-        """How many tokens of layer ``layer``, one of ``cached_layers``, a full cache stores."""
+        """The number of tokens that a full cache stores in ``layer``, one of ``cached_layers``."""
         return max_sequences * capacity
 
     @property
     def cached_layers(self) -> dict[int, LayerShape]:
-        """What a cache stores of a token, by the layers that it stores anything of."""
+        """By layer, what a cache stores for a token; layers that store nothing are omitted."""
         return dict.fromkeys(self.attending, self.stored)
 
     @property
@@ -105,7 +105,7 @@ class ModelConfig:
         return None
 
     def state_bytes(self, max_sequences: int, capacity: int) -> int:
-        """Bytes of what a cache holds beside its cells: recurrent states, at most."""
+        """The most bytes of a cache besides its cells, for recurrent states."""
         return 0
 
 
@@ -173,9 +173,9 @@ def refuse(raw: Mapping[str, Any], allowed: Mapping[str, Sequence[Any]]) -> None
     default.
     """
     for name, values in allowed.items():
-        found = raw.get(name, values[0])
-        if found not in values:
-            raise ModelError(f"{name}={found!r} is not supported; only {values[0]!r} is")
+        value = raw.get(name, values[0])
+        if value not in values:
+            raise ModelError(f"{name}={value!r} is not supported; only {values[0]!r} is")
 
 
 def refuse_quantized(raw: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ __all__ = ["Agreement"]
 
 @dataclass(slots=True)
 class Telling:
-    """How the other ranks are told of an error here; None: somebody else tells them."""
+    """How the other ranks are notified of an error here; None: they are notified elsewhere."""
 
     how: Callable[[BaseException], None] | None
 
@@ -46,12 +46,12 @@ class Agreement:
         """For each value, the minimum over all ranks."""
         if self._group is None or not values:
             return list(values)
-        found: list[int] = np.reshape(self._of_all(*values), (-1, len(values))).min(0).tolist()
-        return found
+        least_values: list[int] = np.reshape(self._of_all(*values), (-1, len(values))).min(0).tolist()
+        return least_values
 
     def begin(self, prefix: PrefixCache, tokens: Sequence[int], **whose: Any) -> Session:
         """Begin a session at the same position on all ranks: tokens that one of them lacks are reused by
-        none. ``whose``: what ``PrefixCache.begin`` takes by name.
+        none. ``whose``: the keyword arguments of ``PrefixCache.begin``.
 
         Raises what ``prefix.begin`` raised on this rank; if another rank failed, CacheFullError or
         GroupError. No session has begun on any rank then.
@@ -89,7 +89,7 @@ class Agreement:
         return self._group is None or set(self._of_all(FAILED)) == {FAILED}
 
     def refuse(self, error: BaseException) -> None:
-        """Tell the other ranks, which are about to check the pass, that it is not computed here.
+        """Notify the other ranks, which are about to check the pass, that it is not computed here.
 
         Raises GroupError if it fails for another reason on another rank. An interruption ends the group
         without waiting, and so does a lost sequence, which the other ranks still have.
@@ -100,11 +100,11 @@ class Agreement:
             self.abandon(error)
             return
         own = NO_ROOM if isinstance(error, CacheFullError) else FAILED
-        if min(found := self._of_all(own)) < own:
-            raise failed_elsewhere("forward", found) from error
+        if min(values := self._of_all(own)) < own:
+            raise failed_elsewhere("forward", values) from error
 
     def abandon(self, error: BaseException) -> None:
-        """End the group: the other ranks continue with what has failed here."""
+        """End the group: the other ranks continue with the call that failed here."""
         if self._group is not None:
             self._group.abandon("step", error)
 
@@ -120,8 +120,8 @@ class Agreement:
 
     @contextmanager
     def telling(self) -> Iterator[Telling]:
-        """Around a pass: the other ranks, which are about to check it, are told of an error, in the way
-        ``how``.
+        """A context for a pass: on an error, the other ranks, which are about to check the pass, are notified
+        by ``how``.
         """
         telling = Telling(self.refuse)
         try:

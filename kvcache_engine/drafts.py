@@ -91,15 +91,15 @@ def prompt_lookup(seq: int, tokens: Sequence[int], count: int, width: int) -> li
     answers repeat parts of their prompts.
     """
     text = np.asarray(tokens, np.int64)
-    found: dict[int, list[int]] = {}
+    continuations: dict[int, list[int]] = {}
     for size in range(min(_LONGEST, len(text) - 1), 0, -1):
         earlier = np.lib.stride_tricks.sliding_window_view(text[:-1], size)
         for start in np.flatnonzero((earlier == text[-size:]).all(axis=1))[::-1]:
             follows = [int(token) for token in text[start + size : start + size + count]]
-            found.setdefault(follows[0], follows)
-            if len(found) == width:
-                return list(found.values())
-    return list(found.values())
+            continuations.setdefault(follows[0], follows)
+            if len(continuations) == width:
+                return list(continuations.values())
+    return list(continuations.values())
 
 
 Draw = tuple[Sampler, int]
@@ -115,8 +115,8 @@ class Guesser:
 
     def __init__(self, ctx: ml.Context, vocabulary: int, count: int, width: int, by: Draw | None) -> None:
         self._width = min(width, vocabulary)
-        self._found: list[ml.Tensor] = []
-        self._given: list[ml.Tensor] = []
+        self._tokens: list[ml.Tensor] = []
+        self._probabilities: list[ml.Tensor] = []
         self._sampler: nn.BatchSampler | None = None
         if by is not None:
             sampler, index = by
@@ -126,27 +126,27 @@ class Guesser:
 
     def __call__(self, ctx: ml.Context, logits: ml.Tensor) -> ml.Tensor:
         """I32 (rows,): the input tokens of the next pass."""
-        at = len(self._found)
+        at = len(self._tokens)
         if self._sampler is not None:
             shares = self._sampler.probabilities(ctx, logits)
-            self._given.append(shares)
+            self._probabilities.append(shares)
             last = nn.draw(ctx, shares, self._draws.slice(ctx, 0, at, at + 1))
         elif at:
             last = logits.argmax(ctx, 1)
         else:
             last = logits.top_k(ctx, self._width)[1].reshape(ctx, self._width)
-        self._found.append(last)
+        self._tokens.append(last)
         return last
 
     def read(self, ctx: ml.Context) -> tuple[np.ndarray, np.ndarray]:
         """The tokens (rows, count), and the probabilities they were drawn from (count, vocabulary), if
         any.
         """
-        columns = [found.reshape(ctx, found.shape[0], 1) for found in self._found]
+        columns = [column.reshape(ctx, column.shape[0], 1) for column in self._tokens]
         tokens = reduce(lambda a, b: a.concat(ctx, b, 1), columns).to_numpy()
-        if not self._given:
+        if not self._probabilities:
             return tokens, np.zeros((0, 0), np.float32)
-        return tokens, reduce(lambda a, b: a.concat(ctx, b, 0), self._given).to_numpy()
+        return tokens, reduce(lambda a, b: a.concat(ctx, b, 0), self._probabilities).to_numpy()
 
 
 class GuessedDraft:
@@ -236,10 +236,10 @@ class ModelDraft(Closing, GuessedDraft):
                 branches.fork(self.cache, seq, spares[:width])
             for at in range(len(tokens), len(tokens) + count - 1):
                 last = guesser(here, self._forward(ctx, Batch([at] * width, spares[:width], inputs=last)))
-            found = guesser.read(here)
+            guesses = guesser.read(here)
         if count > 1:
             branches.drop(self.cache, spares[:width])
-        return found
+        return guesses
 
     def _catch_up(self, ctx: ml.Context, seq: int, tokens: Sequence[int]) -> ml.Tensor:
         """Evaluate the tokens that this sequence does not hold yet; returns the logits (1, vocab) after the

@@ -88,9 +88,7 @@ Tier = HostTier | SnapshotStore | str | PathLike[str]
 
 
 def _check_given(model: object, tokenizer: object, options: object) -> None:
-    """Refuse a runtime's own model and tokenizer, which the engine cannot call, and options of another
-    type.
-    """
+    """Refuse another runtime's model and tokenizer, which the engine cannot call, and invalid options."""
     if lacking := [name for name in ("backend", "config", "forward") if not hasattr(model, name)]:
         raise ModelError(
             f"Engine: model: a {type(model).__name__} has no {lacking[0]}; pass a model of transformers as "
@@ -106,7 +104,7 @@ def _check_given(model: object, tokenizer: object, options: object) -> None:
 
 
 def _has_stores(tiers: object) -> bool:
-    """False for what PrefixCache refuses."""
+    """Whether ``tiers`` has stores; False for values that PrefixCache refuses."""
     return isinstance(tiers, Sequence) and any(not isinstance(tier, HostTier) for tier in tiers)
 
 
@@ -117,16 +115,15 @@ class Engine(Closing):
     of their arrival. Each event is returned once, by the next ``step``; ``complete`` leaves the events of
     other requests to it. Hold ``lock`` over calls that belong together.
 
-    ``tiers``: where snapshots go that the device has no room for, as PrefixCache takes them. A store
-    among them is shared by all that load the same weights: ``identity`` says which these are (None: a
-    digest of the files that the model was loaded from, computed only where there is a store). Of a model
-    that is split over ranks, "tensor_parallel" is added to it where it lacks that: each rank has heads of
-    its own. ``cache`` is a fresh one with snapshots, which the engine binds and closes (None: one for the
-    model's layers).
+    ``tiers``: where snapshots go if the device has no room, as for PrefixCache. Processes with the same
+    weights share a store among them; ``identity`` identifies the weights (None: a digest of the files that
+    the model was loaded from, computed only if there is a store). For a model that is split over ranks,
+    "tensor_parallel" is added to it if missing, since each rank has its own heads. ``cache`` is a fresh cache
+    with snapshots, which the engine binds and closes (None: one for the model's layers).
 
-    After every call, whatever it raised, as many sessions are open as requests are running.
+    After every call, even one that raises, exactly one session is open per running request.
 
-    Raises CapacityError, before anything is allocated, where the cache does not fit in memory.
+    Raises CapacityError, before anything is allocated, if the cache does not fit in memory.
 
     >>> import ml
     >>> from kvcache_engine import Engine, GenerationOptions, Tokenizer, bundled_model, load_model
@@ -155,9 +152,9 @@ class Engine(Closing):
         self.model = model
         self.tokenizer = tokenizer
         self.ranks = Agreement(model)
-        """What is asked of the other ranks, where the model is split over several."""
+        """Agreement with the other ranks, if the model is split over several."""
         self.limit = options.context_for(model.config)
-        """How many tokens one request can hold: prompt and answer together."""
+        """The most tokens of one request, prompt and answer together."""
         sizes = options.cache_sizes(model.config)
         check_memory(model.config, model.backend, *sizes)
         self.cache_bytes = cache_bytes(
@@ -205,13 +202,13 @@ class Engine(Closing):
         self._streams = Streams(self)
         self._verifier = Verifier(self.cache, options, model.config.vocab_size)
         self.draft: Draft | None = None
-        """The draft for requests that bring none."""
+        """The draft for requests without their own."""
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._full = False
         self._prefilled_last = False
         self._turn = 0
-        """Passes of one request each that there were."""
+        """The number of passes with a single request."""
         self.closed = False
         self.reset()
 
@@ -276,11 +273,11 @@ class Engine(Closing):
         """Queue a request; it starts in the first ``step`` that has a free sequence for it.
 
         Only requests with the same ``salt`` reuse what it computes; all requests reuse its first ``shared``
-        tokens (``PrefixCache.begin``), which are at most the prompt. What a model's adapters compute is
-        reused for these adapters, of the same content and scales; they may change while the engine is not
+        tokens (``PrefixCache.begin``), which are at most the prompt. With adapters, it is reused only by
+        requests whose adapters have the same content and scales; adapters may change while the engine is not
         busy. ``retention``: how long it is kept after the request ends. ``session_id``: the session of an
-        agent that it belongs to (``prefix.agent_sessions``); ``next_use``: how many seconds after its end the
-        session's next request will come.
+        agent that it belongs to (``prefix.agent_sessions``); ``next_use``: the seconds after its end until
+        the session's next request.
 
         ``draft`` proposes tokens of the answer, which then takes fewer passes; it requires an engine with
         SpeculativeOptions. Requests with the same seed sample the same tokens unless their ``stream``
@@ -351,15 +348,14 @@ class Engine(Closing):
 
     @in_turn
     def variant(self) -> Any:
-        """What computes beside the model's own weights now, such as an adapter (``PrefixCache.begin``).
-
-        Raises RequestError where that has changed since requests began that are not done.
+        """Identifies what computes besides the model's own weights, such as an adapter
+        (``PrefixCache.begin``). Raises RequestError if it has changed since an unfinished request began.
         """
         variant = getattr(self.model, "variant", lambda: None)()
         if any(other.whose.get("variant") != variant for other in [*self._waiting, *self._running]):
             raise RequestError(
-                "submit: the model's weights or adapters have changed, and requests that began before are "
-                "not done; let them end, or cancel them, before they change"
+                "submit: the model's weights or adapters have changed, while earlier requests are "
+                "unfinished; finish or cancel them before a change"
             )
         return variant
 
@@ -564,7 +560,7 @@ class Engine(Closing):
         return chosen
 
     def _admit(self, events: list[EngineEvent]) -> None:
-        """Start requests in order; while others compute, requests that nothing is being read for go first."""
+        """Start requests in order; while others compute, requests without pending reads go first."""
         alone = self.ranks.alone  # reads of other ranks are unknown here
         for request in sorted(self._waiting, key=lambda request: alone and request.fetching):
             if self._full or len(self.prefix.sessions) == self.options.max_sequences:
@@ -575,7 +571,7 @@ class Engine(Closing):
                 continue
             try:
                 run, known = request.run, len(request.run.tokens)
-                if self.options.batch_invariant:  # an answer's tokens are computed one by one, as at first
+                if self.options.batch_invariant:  # an answer's tokens are computed one by one, as originally
                     known = run.prompt_tokens
                 agent = {"session_id": request.session_id, "next_use": request.next_use}
                 session = self.ranks.begin(self.prefix, run.tokens[:known], **request.whose, **agent)
@@ -662,7 +658,7 @@ class Engine(Closing):
                     raise
                 # This request alone fails: what was computed for the others is valid.
                 if request.done:
-                    log.warning("request %d: its last pass could not be taken in", request.id, exc_info=True)
+                    log.warning("request %d: its last pass could not be processed", request.id, exc_info=True)
                 else:
                     if not isinstance(error, RunnerError):  # caused by the logits, so it occurs on all ranks
                         self.ranks.abandon(error)
@@ -687,12 +683,12 @@ class Engine(Closing):
     ) -> None:
         request, run, statistics = part.request, part.request.run, self.statistics
         known = run.stored
-        told: list[Token | Finished] = []
+        accepted: list[Token | Finished] = []
         settled = False
         try:
-            winner = accept(run, chosen, tried, self.model.config.eos_ids, self.limit, told)
+            winner = accept(run, chosen, tried, self.model.config.eos_ids, self.limit, accepted)
             right = run.stored
-            new = sum(map(has_token, told))
+            new = sum(map(has_token, accepted))
             statistics.generated_tokens += new
             statistics.decoded_tokens += new - (
                 run.generated == new > 0
@@ -706,10 +702,10 @@ class Engine(Closing):
                 request.session.extend(run.tokens[known:])
             settled = True
         finally:
-            if told and isinstance(told[-1], Finished):
-                self._over(request, events, told, keep=settled or not part.branches)
+            if accepted and isinstance(accepted[-1], Finished):
+                self._over(request, events, accepted, keep=settled or not part.branches)
             else:
-                events.extend(told)
+                events.extend(accepted)
 
     def _over(
         self, request: Request, events: list[EngineEvent], last: Sequence[EngineEvent], keep: bool = True
@@ -808,7 +804,7 @@ class Engine(Closing):
         self._running.remove(request)
         self._full = False
         if keep and (variant := getattr(self.model, "variant", None)) is not None:
-            keep = request.whose.get("variant") == variant()  # else who knows which of them computed what
+            keep = request.whose.get("variant") == variant()  # otherwise the tokens may mix both variants
         try:
             session.close(keep)
         except BaseException as error:

@@ -22,17 +22,17 @@ def model_identity(model: Any) -> dict[str, str]:
     """
     own = getattr(model, "identity", None)
     if own is not None:
-        told: dict[str, str] = own()
-        return told
+        own_identity: dict[str, str] = own()
+        return own_identity
     origin = getattr(model, "origin", None)
     if origin is None:
         raise ModelError(
-            f"{type(model).__name__} was not loaded from files, so that nothing tells it from others; "
-            "pass identity="
+            f"{type(model).__name__} was not loaded from files, so that it cannot be identified; pass "
+            "identity="
         )
-    found = identity_of(origin, model.dtype)
+    identity = identity_of(origin, model.dtype)
     if (share := getattr(model, "share", None)) is not None:
-        found["tensor_parallel"] = share.name
+        identity["tensor_parallel"] = share.name
     if getattr(model, "mtp", None) is not None:
-        found["mtp"] = "yes"
-    return found
+        identity["mtp"] = "yes"
+    return identity

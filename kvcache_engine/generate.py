@@ -85,7 +85,7 @@ class Generator(Closing):
 
     @property
     def limit(self) -> int:
-        """How many tokens one sequence can hold: prompt and answer together."""
+        """The most tokens of one sequence, prompt and answer together."""
         return self.engine.limit
 
     @property

@@ -87,7 +87,7 @@ class KeptConversations:
 
     def read(self) -> list[Conversation]:
         """All conversations, by name. Damaged files are left in place and logged."""
-        found = []
+        conversations = []
         self._sweep()
         for path in sorted(self.folder.glob(f"*{SUFFIX}")):
             try:
@@ -98,8 +98,8 @@ class KeptConversations:
                 continue
             if seen is not None and self._path(conversation.name) == path:
                 self._seen[conversation.name] = seen
-                found.append(conversation)
-        return found
+                conversations.append(conversation)
+        return conversations
 
     def _sweep(self) -> None:
         """Remove what dead processes have left: a writer would hold the lock."""

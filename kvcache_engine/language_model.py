@@ -86,11 +86,11 @@ def encode_prompt(
     if tokenizer is None:
         raise RequestError("the prompt is text and there is no tokenizer; pass token ids")
     try:
-        found = tokenizer.encode(prompt, most=min(capacity, config.max_positions))
+        ids = tokenizer.encode(prompt, most=min(capacity, config.max_positions))
     except TextTooLongError as error:
         _check_length(error.count, config, capacity, "at least ")
         raise
-    return check_prompt(found, config, capacity)
+    return check_prompt(ids, config, capacity)
 
 
 def check_prompt(tokens: Sequence[int], config: ModelSizes, capacity: int) -> list[int]:
@@ -100,23 +100,23 @@ def check_prompt(tokens: Sequence[int], config: ModelSizes, capacity: int) -> li
             raise TypeError
         if not len(tokens):
             raise RequestError(
-                "the prompt is empty and this model adds no BOS token; give a prompt with text"
+                "the prompt is empty and this model adds no BOS token; pass a prompt with text"
             )
         _check_length(len(tokens), config, capacity)
-        found = [_id(token) for token in tokens]
+        ids = [_id(token) for token in tokens]
     except TypeError:
         other: Any = tokens
         remedy = ": pass its ['input_ids']" if isinstance(other, Mapping) and "input_ids" in other else ""
         raise RequestError(
             f"the prompt is {tokens!r:.80}; it must be a text or a sequence of token ids{remedy}"
         ) from None
-    wrong = [token for token in found if not 0 <= token < config.vocab_size]
+    wrong = [token for token in ids if not 0 <= token < config.vocab_size]
     if wrong:
         raise RequestError(
             f"the prompt has token {wrong[0]}; the model's ids are 0 to {config.vocab_size - 1}: "
             "does the tokenizer belong to another model?"
         )
-    return found
+    return ids
 
 
 def settings_for(tokenizer: Tokenizer | None, settings: GenerationOptions | None) -> GenerationOptions:
@@ -126,7 +126,7 @@ def settings_for(tokenizer: Tokenizer | None, settings: GenerationOptions | None
     settings = settings or GenerationOptions()
     if settings.stop and tokenizer is None:
         raise RequestError(
-            f"stop={list(settings.stop)} is text and there is no tokenizer; give the engine one"
+            f"stop={list(settings.stop)} is text and there is no tokenizer; pass the engine one"
         )
     return settings
 

@@ -35,14 +35,14 @@ def bundled_model() -> Path:
 
 def load_config(path: str | Path) -> ModelConfig:
     """The config of a model folder or .gguf file. Raises ModelError with a message of one line."""
-    found = existing_model_path(path)
-    if found.is_file():
+    place = existing_model_path(path)
+    if place.is_file():
         from kvcache_engine.checkpoints.gguf import config_from_gguf, open_gguf
 
-        return config_from_gguf(open_gguf(found))
-    raw = _read_json(found / "config.json")
-    generation = found / "generation_config.json"
-    return parse_config(raw, _read_json(generation) if generation.is_file() else {}, str(found))
+        return config_from_gguf(open_gguf(place))
+    raw = _read_json(place / "config.json")
+    generation = place / "generation_config.json"
+    return parse_config(raw, _read_json(generation) if generation.is_file() else {}, str(place))
 
 
 def load_model(
@@ -111,7 +111,7 @@ def check_weights(config: ModelConfig, source: WeightSource) -> None:
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ModelError(f"{path.parent}: no {path.name}; is it a model folder in the Hugging Face format?")
-    found = read_json(path)
-    if not isinstance(found, dict):
-        raise ModelError(f"{path}: holds a {type(found).__name__}; it must be a JSON object")
-    return found
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: holds a {type(content).__name__}; it must be a JSON object")
+    return content

@@ -18,9 +18,9 @@ __all__ = ["MTPDraft"]
 class MTPDraft(GuessedDraft):
     """Drafts greedily or by sampling, in the cache of its engine.
 
-    ``model`` is the engine's model, loaded with ``mtp=True``. One continuation of at most 31 tokens is
-    guessed; a layer that was trained for one token guesses further ones less well. What it stores for them is
-    removed from the cache before the engine's pass.
+    ``model`` is the engine's model, loaded with ``mtp=True``. It guesses one continuation of at most 31
+    tokens; a layer trained for one token is less accurate for further ones. Its cells for guesses are removed
+    before the engine's pass.
     """
 
     def __init__(self, model: Any) -> None:
@@ -32,17 +32,17 @@ class MTPDraft(GuessedDraft):
         self._cache: Any = None
 
     def bind(self, model: Any, cache: Any) -> None:
-        """Draft in ``cache``; an engine calls it. RequestError for an engine of another model."""
+        """Draft in ``cache``; called by the engine. Raises RequestError for an engine with another model."""
         if model is not self._model:
-            raise RequestError("MTPDraft: it drafts for the model that it was made of alone")
+            raise RequestError("MTPDraft: it drafts only for the model that it was created with")
         self._cache = cache
 
     def _drafted(
         self, seq: int, tokens: Sequence[int], count: int, width: int, by: Draw | None
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        cache, held = self._cache, len(tokens) - 1
-        count = min(count, TAIL - 1, self._model.config.max_positions - held)
-        if cache is None or count < 1 or cache.offset(seq) != held:
+        cache, stored = self._cache, len(tokens) - 1
+        count = min(count, TAIL - 1, self._model.config.max_positions - stored)
+        if cache is None or count < 1 or cache.offset(seq) != stored:
             return None
         with self._model.backend.new_context() as ctx:
             guesser = Guesser(ctx.input(), self._vocabulary, count, 1, by)
@@ -50,5 +50,5 @@ class MTPDraft(GuessedDraft):
                 guessed = self._mtp.guess(ctx, cache, seq, tokens, count, guesser)
                 return guesser.read(ctx.input()) if guessed else None
             finally:
-                branches.rollback(cache, seq, held)
-                cache.rolled_back(seq)  # the session need not know: all of its tokens are still there
+                branches.rollback(cache, seq, stored)
+                cache.rolled_back(seq)  # the session is unaffected: it still has all of its tokens

@@ -33,9 +33,9 @@ class EngineOptions:
     ``backlog`` and ``write_through`` are options of PrefixCache too; with ``write_through``, a thread writes
     each answer to the stores when it ends. Bytes may be sizes such as ``"2GiB"``, which become numbers.
 
-    ``batch_invariant``: an answer does not depend on what is cached, nor on the requests beside it, bit for
-    bit. A pass has one request then, and a prompt ``block_size`` tokens in each, whatever ``prefill_chunk``
-    is; only such blocks are reused, and no tokens of answers.
+    ``batch_invariant``: answers do not depend on the cache's content or on other requests, bit for bit. Each
+    pass then has one request, and ``block_size`` tokens of a prompt, whatever ``prefill_chunk`` is; only such
+    blocks are reused, not answers.
 
     ``fetch``: "measured" reads from a store only if fetching is faster than computing, as measured so far
     (``BreakEven``); "always" reads every prefix.

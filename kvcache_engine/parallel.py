@@ -1,7 +1,7 @@
-"""Tensor parallelism: one model split over ranks by heads, a cache of each rank's own KV heads.
+"""Tensor parallelism: one model split over ranks by heads; each rank's cache stores its own KV heads.
 
 After Megatron-LM (Shoeybi et al., 2019, arXiv 1909.08053). Rank r of n has the rows of q, k, v, gate and up
-that make its heads and its part of the MLP, and the columns of o and down that read them::
+for its heads and its part of the MLP, and the columns of o and down that read them::
 
     hidden += sum over ranks of  o[:, heads]   (attention of the heads)
     hidden += sum over ranks of  down[:, inner](silu(gate[inner]) * up[inner])
@@ -42,41 +42,39 @@ __all__ = [
 ]
 
 NO_ROOM, FAILED = -1, -2
-"""What a rank says instead of which pass it is about to compute: it cannot."""
+"""Values that a rank exchanges in place of a pass that it cannot compute."""
 
 C = TypeVar("C", bound=ModelConfig)
 
 
 def join(backend: ml.Backend, size: int | None = None, timeout: float = 60.0) -> ml.Group:
-    """The group of the ranks that a launcher has started, ``size`` of them (None: as many as there are).
-
-    Raises NotSupportedError where the backend cannot join processes, GroupError where there are others.
+    """The group of the ranks that a launcher has started, ``size`` of them (None: any number). Raises
+    NotSupportedError if the backend cannot join processes, GroupError if their number differs.
     """
     if not isinstance(backend, ml.SupportsDistributed):
         raise no_engine(backend.name)
     group = backend.distributed(timeout)
     if size is not None and group.size != size:
-        found = group.size
+        started = group.size
         group.close()
         raise ml.GroupError(
-            f"tensor parallelism: {size} ranks are asked for and the launcher has started {found}; "
-            "give both the same number"
+            f"tensor parallelism: {size} ranks were requested but the launcher has started {started}; use "
+            "the same number for both"
         )
     return group
 
 
 def no_engine(backend: str) -> ml.NotSupportedError:
-    """The error of a backend that joins no processes."""
+    """The error for a backend that cannot join processes."""
     return ml.NotSupportedError(
-        f"tensor parallelism: backend {backend!r} has nothing to join processes with; take torch or mlx, "
-        "or a single rank"
+        f"tensor parallelism: backend {backend!r} cannot join processes; use torch or mlx, or a single rank"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank computes of a model: half-open ranges of query heads, KV heads, the MLP's inner
-    features and rows of the head. ``width``: rows of the head per rank, of which the last may lack some.
+    """One rank's part of a model: half-open ranges of query heads, KV heads, the MLP's inner features and
+    rows of the head. ``width``: rows of the head per rank; the last rank may have fewer.
     """
 
     group: ml.Group
@@ -87,7 +85,7 @@ class Share:
     width: int
 
     def config(self, config: C) -> C:
-        """The config of this rank's part: a model of its own, but for the sums."""
+        """The config of this rank's part, which is a complete model except for the sums."""
         return dataclasses.replace(
             config, heads=len(self.heads), kv_heads=len(self.kv_heads), intermediate_size=len(self.inner)
         )
@@ -98,13 +96,13 @@ class Share:
 
     @property
     def name(self) -> str:
-        """ "1/4": the rank and the size, which are part of what snapshots are named by."""
+        """ "1/4": the rank and the size, which are part of the identity of snapshots."""
         return f"{self.group.rank}/{self.group.size}"
 
     # Between ranks.
 
     def all_logits(self, ctx: ml.Context, logits: ml.Tensor, vocab_size: int) -> ml.Tensor:
-        """(rows, vocab_size) of all ranks' parts of it."""
+        """The logits (rows, vocab_size), gathered from all ranks' parts."""
         rows, columns = logits.shape
         if columns < self.width:
             logits = logits.concat(ctx, ctx.zeros((rows, self.width - columns), logits.dtype), 1)
@@ -112,28 +110,28 @@ class Share:
         return whole if whole.shape[1] == vocab_size else whole.slice(ctx, 1, 0, vocab_size)
 
     def check_step(self, ctx: ml.Context, batch: Batch) -> None:
-        """Raise GroupError unless all ranks are about to compute the same pass.
-
-        Where another has no room (``kvcache_engine.consensus``), raise CacheFullError as that one does.
+        """Raise GroupError unless all ranks are about to compute the same pass. If another rank has no room
+        (``kvcache_engine.consensus``), raise CacheFullError as that one does.
         """
         try:
-            found = of_all(ctx, self.group, _digest(batch))
-        except BaseException as error:  # the others wait for it
+            digests = of_all(ctx, self.group, _digest(batch))
+        except BaseException as error:  # the other ranks wait for it
             self.group.abandon("forward", error)
             raise
-        if min(found) < 0:
-            raise failed_elsewhere("forward", found)
-        others = [rank for rank, digest in enumerate(found) if digest != found[0]]
+        if min(digests) < 0:
+            raise failed_elsewhere("forward", digests)
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if others:
             raise ml.GroupError(
-                f"forward: rank {self.group.rank} of {self.group.size} sees that rank {others[0]} computes "
-                "another pass than rank 0; give all ranks the same requests in the same order, and a seed "
-                "where they sample"
+                f"forward: rank {self.group.rank} of {self.group.size} found that rank {others[0]} computes "
+                "a different pass from rank 0; submit the same requests in the same order on all ranks, with "
+                "a seed if they sample"
             )
 
 
 def share_of(config: ModelConfig, group: ml.Group) -> Share:
-    """The part of this rank. Up to one rank per query head; KV heads that are too few are repeated.
+    """The part of this rank. There may be up to one rank per query head; if there are fewer KV heads than
+    ranks, they are repeated.
 
     Raises ModelError for a number of ranks that the heads cannot be divided among evenly.
     """
@@ -155,7 +153,7 @@ def share_of(config: ModelConfig, group: ml.Group) -> Share:
 
 
 def check_ranks(config: ModelConfig, size: int) -> None:
-    """Raise ModelError for a number of ranks that the heads cannot be divided among evenly."""
+    """Raise ModelError if the heads cannot be divided evenly among the ranks."""
     if size not in sizes_of(config):
         sizes = ", ".join(map(str, sizes_of(config)))
         raise ModelError(
@@ -165,8 +163,8 @@ def check_ranks(config: ModelConfig, size: int) -> None:
 
 
 def sizes_of(config: ModelConfig) -> list[int]:
-    """How many ranks a model can be split over: divisors of its KV heads, and multiples of their number
-    as long as each rank has a query head.
+    """The numbers of ranks that a model can be split over: divisors of its KV heads, and multiples of their
+    number if each rank has a query head.
     """
     kv, queries = config.kv_heads, config.heads // config.kv_heads
     divisors = [size for size in range(1, kv + 1) if kv % size == 0]
@@ -175,15 +173,15 @@ def sizes_of(config: ModelConfig) -> list[int]:
 
 
 def of_all(ctx: ml.Context, group: ml.Group, *values: int) -> list[int]:
-    """Each rank's ``values``, I64, in the order of ranks."""
+    """Each rank's ``values``, I64, in rank order."""
     gathered = group.all_gather(ctx, ctx.from_numpy(list(values), ml.DType.I64))
-    return [int(found) for found in gathered.to_numpy()]
+    return [int(value) for value in gathered.to_numpy()]
 
 
-def failed_elsewhere(op: str, found: Sequence[int]) -> Exception:
-    """The error for ranks of which the one with the least ``found`` cannot do this: NO_ROOM or FAILED."""
-    rank, size = found.index(min(found)), len(found)
-    if found[rank] != NO_ROOM:
+def failed_elsewhere(op: str, values: Sequence[int]) -> Exception:
+    """The error if the smallest of the ranks' ``values`` is NO_ROOM or FAILED."""
+    rank, size = values.index(min(values)), len(values)
+    if values[rank] != NO_ROOM:
         return ml.GroupError(f"{op}: rank {rank} of {size} failed before this; look for its own error")
     error = CacheFullError(0, 0, {}, op)
     error.args = (f"{op}: rank {rank} of {size} has no room for this; all ranks stop",)
@@ -191,28 +189,27 @@ def failed_elsewhere(op: str, found: Sequence[int]) -> Exception:
 
 
 def device_of_rank(devices: Sequence[str], local_rank: int, local_size: int) -> str | None:
-    """Of what a backend has on this machine, the accelerator for one of its ranks; None: the default.
-
-    Raises GroupError where they are fewer than ranks, since NCCL takes no two ranks on one.
+    """The accelerator of this machine for one of its ranks; None: the default device. Raises GroupError if
+    there are fewer than ranks, since NCCL does not allow two ranks on one.
     """
     own = [name for name in devices if name.startswith("cuda")]
     if not own:
         return None
     if len(own) < local_size:
         raise ml.GroupError(
-            f"tensor parallelism: {local_size} ranks on a machine with {', '.join(own)}; start fewer, or "
-            "give --device cpu"
+            f"tensor parallelism: {local_size} ranks on a machine with {', '.join(own)}; start fewer, or use "
+            "--device cpu"
         )
     return own[local_rank]
 
 
 def _part(count: int, rank: int, size: int) -> range:
-    """The rank's share of ``count``; the shares are next to each other and differ by one at most."""
+    """The rank's share of ``count``; the shares are consecutive, and differ by at most one."""
     return range(rank * count // size, (rank + 1) * count // size)
 
 
 class _PartialWeights:
-    """One rank's slices; nothing of the others' is read from a mapped file."""
+    """One rank's slices; other ranks' parts of a mapped file are not read."""
 
     def __init__(self, weights: Weights, share: Share, head_dim: int) -> None:
         self._weights = weights
@@ -228,7 +225,7 @@ class _PartialWeights:
         if owner in self._rows:
             part = self._rows[owner]
             return array[part.start : part.stop]
-        if owner in self._columns and kind == "bias":  # what is summed over ranks is added by one of them
+        if owner in self._columns and kind == "bias":  # one rank adds a bias that is summed over ranks
             return array if self._first else np.zeros_like(array)
         if owner in self._columns:
             part = self._columns[owner]
@@ -244,12 +241,12 @@ def _scaled(part: range, by: int) -> range:
 
 
 def _digest(batch: Batch) -> int:
-    """63 bits that two passes share only if they are the same."""
+    """A 63-bit digest of a pass."""
     inputs: Any = batch.inputs
-    found = hashlib.blake2b(digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     for part in (batch.positions, batch.sequences, inputs, batch.outputs):
         host = part.to_numpy() if isinstance(part, ml.Tensor) else [] if part is None else part
         array = np.asarray(host, np.int64)
-        found.update(len(array).to_bytes(8, "little") + array.tobytes())
-    found.update(bytes([batch.outputs is None]))
-    return int.from_bytes(found.digest(), "little") >> 1
+        digest.update(len(array).to_bytes(8, "little") + array.tobytes())
+    digest.update(bytes([batch.outputs is None]))
+    return int.from_bytes(digest.digest(), "little") >> 1

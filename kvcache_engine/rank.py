@@ -1,4 +1,4 @@
-"""One rank of those that ``kvcache_engine.ranks`` has had started: its job, output, limits and end."""
+"""One rank started by ``kvcache_engine.ranks``: its job, output, limits and end."""
 
 from __future__ import annotations
 
@@ -20,26 +20,25 @@ __all__ = ["ADDRESS", "LATE", "LOST", "UNREAD", "Limits", "RanksError", "exit_co
 ADDRESS = "KVCACHE_RANKS"
 """The variable with the path of the socket at which a rank reports to its starter."""
 LOST = 75
-"""What a rank exits with that failed because another did (EX_TEMPFAIL)."""
+"""The exit code of a rank that failed because another did (EX_TEMPFAIL)."""
 LATE = 76
-"""What a rank exits with that has waited for another for as long as its limit let it."""
+"""The exit code of a rank whose wait for another rank timed out."""
 
 UNREAD = 74
-"""What a rank exits with whose output nobody reads any more (EX_IOERR)."""
+"""The exit code of a rank whose output is no longer read (EX_IOERR)."""
 
 _starter: socket.socket | None = None
 
 
 class RanksError(RunnerError):
-    """A rank failed or ended; all others were ended. ``told``: what each wrote to standard error."""
+    """A rank failed or ended; all others were terminated. ``told``: each rank's standard error."""
 
     told: tuple[str, ...] = ()
 
 
 def job_of_rank() -> bytes:
-    """The job that ``run_ranks`` was given; from now on this process ends as soon as its starter has.
-
-    Standard output and error are the starter's for rank 0; of the others it hears standard error alone.
+    """The job passed to ``run_ranks``; from now on, this process ends when its starter does. Rank 0 uses the
+    starter's standard output and error; for the others, the starter receives only standard error.
     """
     global _starter
     address = os.environ.get(ADDRESS, "")
@@ -60,7 +59,7 @@ def job_of_rank() -> bytes:
 
 
 def leave(code: int) -> NoReturn:
-    """End at once: a framework that still waits for another rank would not let this one go."""
+    """Exit immediately, since a framework that waits for another rank would block the exit."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -73,7 +72,7 @@ def leave(code: int) -> NoReturn:
 
 
 def exit_code(error: ml.GroupError) -> int:
-    """What a rank exits with after it."""
+    """The exit code of a rank after an error."""
     return LATE if error.late else LOST
 
 
@@ -85,15 +84,14 @@ def _end_with_starter(starter: socket.socket) -> NoReturn:
 
 
 RESERVE = 2.0
-"""Seconds of a long limit that are kept for ending."""
+"""The seconds of a long timeout that are reserved for ending."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """``timeout``: seconds from the moment at which a rank stops taking part to the end of all of them.
-
-    That moment is when its process ends; for one that is there and does not come, when another begins to
-    wait for it. A third of the timeout, at most RESERVE, is kept for finding the cause and for ending.
+    """``timeout``: seconds from the moment at which a rank stops taking part until all have ended. That
+    moment is when its process ends or, if it hangs, when another rank begins to wait for it. A third of the
+    timeout, at most RESERVE, is reserved for finding the cause and for ending.
     """
 
     timeout: float
@@ -107,15 +105,15 @@ class Limits:
 
     @property
     def waiting(self) -> float:
-        """How long ranks wait for another: the timeout of their group."""
+        """The seconds that ranks wait for each other: the timeout of their group."""
         return self.timeout - self.reserve
 
     @property
     def settling(self) -> float:
-        """How long to look for the cause after a rank failed for want of another."""
+        """The seconds to look for the cause after a rank failed because of another."""
         return self.reserve / 4
 
     @property
     def ending(self) -> float:
-        """How long the ranks have to be gone, and rank 0 to put the terminal back."""
+        """The seconds for ranks to end, and for rank 0 to restore the terminal."""
         return self.reserve / 4

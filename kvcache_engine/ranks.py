@@ -1,8 +1,7 @@
-"""Ranks of a group on this machine, started by their framework's launcher: watched, and ended together.
-
-torchrun and mlx.launch start the ranks; each reports here, over a socket, its process id and what it exits
-with. That is for what the launchers lack (docs/devices.md has it measured): all are gone in time,
-also those that are stopped or whose starter was killed, rank 0 has the terminal, and the cause is one line.
+"""Starts the ranks of a group on this machine with their framework's launcher, watches them, and ends them
+together. torchrun and mlx.launch start the ranks; each reports its process id and its exit code over a
+socket. This adds what the launchers lack (measured in docs/devices.md): all ranks end in time, even stopped
+ones or those whose starter was killed, rank 0 has the terminal, and the cause is one line.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ __all__ = ["run_ranks"]
 _PREFIX = "kvcache: "
 _POLL = 0.02
 _GRACE = 4.0
-"""Seconds that ranks have to be gone after Ctrl-C."""
+"""Seconds for ranks to end after Ctrl-C."""
 _INTERRUPTED = 130
 _KEPT = 1 << 16
-"""Bytes of standard error that are kept of each rank."""
+"""The bytes of standard error kept for each rank."""
 
 
 def run_ranks(
@@ -44,25 +43,23 @@ def run_ranks(
     timeout: float,
     environ: Mapping[str, str] = os.environ,
 ) -> None:
-    """Run ``command`` as ``size`` ranks by ``launcher`` until all are done; rank 0 writes to our stdout.
+    """Run ``command`` as ``size`` ranks with ``launcher`` until all have finished; rank 0 writes to our
+    stdout. ``launcher``: the words before the command, from ``ml.BackendSpec.launcher(size)``. A rank reads
+    ``job`` with ``kvcache_engine.rank.job_of_rank`` and ends with ``leave``. ``timeout``: seconds from a
+    rank's failure until this raises, with all ranks killed. To detect a stopped or hanging rank, the ranks
+    use ``Limits(timeout).waiting`` as the timeout of their group; on GroupError they leave with its
+    ``exit_code``, and the cause is then searched among the other ranks. After one rank has finished, the
+    others have the same time to finish, except rank 0, whose output may be read slowly.
 
-    ``launcher``: what goes before the command, as ``ml.BackendSpec.launcher(size)`` gives it. A rank reads
-    ``job`` with ``kvcache_engine.rank.job_of_rank`` and ends with ``leave``. ``timeout``: seconds from the
-    moment at which a rank fails to the moment at which this raises, with all of them killed. For one that is
-    stopped or hangs, the ranks give their group ``Limits(timeout).waiting`` and, where that raises
-    GroupError, leave with its ``exit_code``: then another one is looked for as the cause. After one has
-    ended well the others have as long to end; only rank 0, whose output somebody may be reading slowly,
-    has any time.
-
-    Raises RanksError, KeyboardInterrupt on Ctrl-C, and BrokenPipeError where nobody reads what rank 0
-    writes: no rank is left then. ShapeError for a timeout that is no number of seconds above 0 and at most
-    a week, RunnerError without a rank or a command.
+    Raises RanksError, KeyboardInterrupt on Ctrl-C, and BrokenPipeError if rank 0's output is not read; all
+    ranks have then ended. Raises ShapeError for a timeout that is not above 0 and at most a week, RunnerError
+    without a rank or a command.
     """
     if not hasattr(socket, "AF_UNIX"):
         raise ml.NotSupportedError("starting ranks needs a POSIX system; start them with torchrun")
     if size < 1 or not command:
         raise RunnerError(
-            f"run_ranks: size={size}, command={command!r:.60}; give at least one rank and a command"
+            f"run_ranks: size={size}, command={command!r:.60}; pass at least one rank and a command"
         )
     limits = Limits(timeout)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _Ranks(Path(folder), size, job) as ranks:
@@ -72,7 +69,7 @@ def run_ranks(
         except KeyboardInterrupt:
             ranks.end(_GRACE, ask=True)
             raise KeyboardInterrupt(ranks.told(0)) from None
-        except SystemExit:  # asked to end: rank 0 shows what it has
+        except SystemExit:  # terminated: rank 0 shows what it has
             ranks.end(_GRACE, ask=True)
             raise
         except RanksError as error:
@@ -87,7 +84,7 @@ def run_ranks(
 
 
 class _Rank:
-    """``code``: what it exited with; None while it is there, and of one that ended without saying."""
+    """``code``: its exit code; None while it runs, and if it ended without reporting one."""
 
     def __init__(self, number: int, size: int) -> None:
         self.number, self.size = number, size
@@ -111,7 +108,7 @@ class _Rank:
 
     @property
     def own(self) -> bool:
-        """Whether it failed for a reason of its own."""
+        """Whether it failed by itself, not because of another rank."""
         return self.failed and self.code not in (LOST, LATE, _INTERRUPTED)
 
     def signal(self, number: int) -> None:
@@ -124,7 +121,7 @@ class _Rank:
 
 
 class _Ranks:
-    """A launcher, the ranks that have reported, and what all of them write to standard error."""
+    """A launcher, the ranks that have reported, and the standard error of all of them."""
 
     def __init__(self, folder: Path, size: int, job: bytes) -> None:
         self.all = [_Rank(number, size) for number in range(size)]
@@ -148,14 +145,16 @@ class _Ranks:
         self._waiting.close()
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> None:
-        """In a session of its own: Ctrl-C is for this process, which asks rank 0 to show what it has."""
+        """Start the launcher in a separate session: this process handles Ctrl-C and asks rank 0 to show what
+        it has.
+        """
         own = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), ADDRESS: self._address}
         if "OMP_NUM_THREADS" not in environ:
             own["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(self.all)))
         try:
             self._launcher = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,  # mlx.launch turns without a pause on one that has ended
+                stdin=subprocess.PIPE,  # mlx.launch busy-waits on a closed one
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 env={**environ, **own},
@@ -166,7 +165,7 @@ class _Ranks:
         self._hear(self._launcher.stderr, self._says)
 
     def watch(self, limits: Limits) -> None:
-        """Return when all have ended well; RanksError as soon as one has not."""
+        """Return when all have finished; raise RanksError as soon as one has failed."""
         while not all(rank.code == 0 for rank in self.all):
             self._look(_POLL)
             if any(rank.failed for rank in self.all):
@@ -181,17 +180,16 @@ class _Ranks:
                 self._check_begun()
 
     def end(self, seconds: float, ask: bool = False) -> None:
-        """End all that are there, in ``seconds``; one that the system itself holds goes when it lets it.
-
-        ``ask``: rank 0 by SIGTERM at first, which leaves the terminal as it was; it has half of the time.
+        """End all running ranks within ``seconds``; a process blocked in the kernel ends when it is released.
+        ``ask``: first send SIGTERM to rank 0, so that it restores the terminal within half of the time.
         """
         first, until = self.all[0], time.monotonic() + seconds
-        if ask and first.there:  # while the others live, or it might speak of their end, not of its own
+        if ask and first.there:  # while the others run, or it might report their end instead of its own
             first.signal(signal.SIGTERM)
             self._gone([first], until - seconds * 3 / 4)
             for rank in self.all[1:]:
                 rank.signal(signal.SIGKILL)
-            self._gone([first], until - seconds / 2)  # what it waited for of the others lets it go
+            self._gone([first], until - seconds / 2)  # it no longer waits for the others
         for rank in self.all:
             rank.signal(signal.SIGKILL)
         if self._launcher is not None:
@@ -207,7 +205,7 @@ class _Ranks:
         self._gone(self.all, until)
 
     def told(self, number: int) -> str:
-        """A rank's error, in one line: what it wrote to standard error last, frameworks' own words aside."""
+        """A rank's error in one line: its last words on standard error, without those of frameworks."""
         return _last_line(self.all[number].said) or f"exit code {self.all[number].code}, and no word"
 
     @property
@@ -215,39 +213,40 @@ class _Ranks:
         return str(self._folder / "ranks")
 
     def _cause(self) -> str:
-        """What all came from: a rank that was killed, or what a rank said itself."""
+        """The cause: a rank that was killed, or the error of the rank that failed by itself."""
         failed = [rank for rank in self.all if rank.failed]
         first = min([rank for rank in failed if rank.own] or failed, key=lambda rank: rank.over_at)
         if first.vanished:
             last = _last_line(first.said)
             return (
-                f"{first} was killed, and all others with it{f' ({last})' if last else ''}; where nobody did "
+                f"{first} was killed, and all others with it{f' ({last})' if last else ''}; unless somebody "
+                "did "
                 "that, the machine may be out of memory: use a smaller --capacity or a narrower --dtype"
             )
-        told = self.told(first.number)
-        shared = len([rank for rank in failed if self.told(rank.number) == told]) > 1
-        return told if first.number == 0 or shared else f"{first}: {told}"
+        message = self.told(first.number)
+        shared = len([rank for rank in failed if self.told(rank.number) == message]) > 1
+        return message if first.number == 0 or shared else f"{first}: {message}"
 
     def _check_left_behind(self, limits: Limits) -> None:
         done = [rank for rank in self.all if rank.code == 0]
         left = [rank for rank in self.all[1:] if rank.there]
         if done and left and time.monotonic() - min(rank.over_at for rank in done) >= limits.waiting:
             raise RanksError(
-                f"{left[0]} has not ended although {done[0]} is done, for as long as the timeout of "
-                f"{limits.timeout:g} s lets it; it was ended"
+                f"{left[0]} did not end within the timeout of {limits.timeout:g} s after {done[0]}; it was "
+                "killed"
             )
 
     def _check_begun(self) -> None:
-        """The launcher has ended: what ranks still say comes at once, and no other rank will."""
+        """Check that all ranks have started, after the launcher has ended and no further rank can report."""
         self._look(_POLL)
         missing = [rank for rank in self.all if rank.pid is None]
         if missing:
             raise RanksError(f"{missing[0]} did not start: {_last_line(self._says) or 'the launcher ended'}")
 
-    # What comes in.
+    # Input.
 
     def _look(self, seconds: float) -> None:
-        """Hear what there is within ``seconds``."""
+        """Process the input that arrives within ``seconds``."""
         for key, _ in self._waiting.select(seconds):
             key.data()
 
@@ -257,7 +256,7 @@ class _Ranks:
         self._look(0)
 
     def _join(self) -> None:
-        """A rank reports: it is given its output, and its process is known from now on."""
+        """Accept a rank's report: send its output streams, and record its process."""
         link, _ = self._listener.accept()
         link.settimeout(1.0)
         reads, writes = os.pipe()
@@ -267,7 +266,7 @@ class _Ranks:
             rank = self.all[number]
             with open(os.devnull, "wb") as nowhere:
                 socket.send_fds(link, [b"\n"], [nowhere.fileno() if number else 1, writes])
-        except (OSError, ValueError, IndexError):  # it has ended already, or is no rank
+        except (OSError, ValueError, IndexError):  # it has already ended, or is not a rank
             link.close()
             pipe.close()
             return
@@ -283,7 +282,7 @@ class _Ranks:
         with contextlib.suppress(OSError, ValueError):
             if code := link.recv(16):
                 rank.code = int(code)
-                return  # the connection closes as the process ends
+                return  # the connection closes when the process ends
         rank.ended = True
         self._close(link)
 
@@ -311,6 +310,6 @@ class _Ranks:
 
 def _last_line(said: bytearray) -> str:
     lines = [line for line in said.decode("utf-8", "replace").splitlines() if line.strip("\x1b ")]
-    lines = [line for line in lines if not line.startswith("\x1b")] or lines  # launchers' own, in colours
+    lines = [line for line in lines if not line.startswith("\x1b")] or lines  # launchers' own are coloured
     own = [line for line in lines if line.startswith(_PREFIX)] or lines
     return own[-1].removeprefix(_PREFIX).strip() if own else ""

@@ -17,26 +17,26 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
-        self._held = ""
+        self._withheld = ""
         self.found = False
 
     def push(self, text: str) -> str:
         """The text that is certain to come before any stop string."""
         if self.found:
             return ""
-        text = self._held + text
+        text = self._withheld + text
         at = min((i for stop in self._stops if (i := text.find(stop)) >= 0), default=-1)
         if at >= 0:
-            self.found, self._held = True, ""
+            self.found, self._withheld = True, ""
             return text[:at]
         hold = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - hold :]
+        self._withheld = text[len(text) - hold :]
         return text[: len(text) - hold]
 
     def flush(self) -> str:
-        """What was held back, at the end of a text in which no stop string came."""
-        held, self._held = self._held, ""
-        return held
+        """The held back text, at the end of a text without a stop string."""
+        withheld, self._withheld = self._withheld, ""
+        return withheld
 
 
 class RequestState:
@@ -56,7 +56,7 @@ class RequestState:
         self.stops = StopStrings(settings.stop)
         self.text = ""
         self.logprobs: list[Logprobs] = []
-        """Of the generated tokens, where they are wanted."""
+        """Of the generated tokens, if requested."""
         self.ended = False
 
     @property
@@ -74,9 +74,8 @@ class RequestState:
     def advance(
         self, token: int, eos: Sequence[int], limit: int, logprobs: Logprobs | None = None
     ) -> list[Token | Finished]:
-        """Take in a sampled token: what it makes known, with the whole answer where it is the last one.
-
-        One that ends the sequence is no part of it.
+        """Process a sampled token; returns its events, including the complete answer after the last one. An
+        end-of-sequence token is not part of the answer.
         """
         event = None
         if token in eos and not self.settings.ignore_eos:
@@ -94,7 +93,7 @@ class RequestState:
         return self.end(reason, event)
 
     def end(self, reason: FinishReason, last: Token | None = None) -> list[Token | Finished]:
-        """The events that end a request, ``last`` among them with the text that was still held back."""
+        """The events that end a request: ``last``, with the text still held back, among them."""
         tail = "" if self.decoder is None else self.stops.push(self.decoder.flush())
         tail += self.stops.flush()
         self.text += tail
@@ -107,7 +106,7 @@ class RequestState:
         return [replace(last, text=last.text + tail), answer]
 
     def finish_reason(self, limit: int) -> FinishReason | None:
-        """Why no further token is wanted; None while one is. ``limit``: tokens that a sequence holds."""
+        """Why the request ends; None if it continues. ``limit``: the most tokens of a sequence."""
         if self.ended or self.stops.found:
             return "stop"
         if self.generated >= self.settings.max_new_tokens:
@@ -116,11 +115,11 @@ class RequestState:
 
 
 def has_token(event: Token | Finished) -> bool:
-    """Whether the event is that of a token, and not of held back text or an answer alone."""
+    """Whether the event has a token, not only held back text or an answer."""
     return isinstance(event, Token) and event.token is not None
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of ``text`` that ``stop`` begins with, less than all of it."""
+    """The length of the longest proper prefix of ``stop`` that ``text`` ends with."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

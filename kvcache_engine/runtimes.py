@@ -70,14 +70,14 @@ def runtime_for(path: Path, asked: Runtime | None = None) -> Runtime:
         return Runtime.OWN
     except ModelError as error:
         others = [Runtime.TRANSFORMERS, Runtime.MLX_LM]
-        found = [each for each in others[:: -1 if sys.platform == "darwin" else 1] if each.installed]
-        if not found or not isinstance(raw, dict) or "model_type" not in raw:
+        installed = [each for each in others[:: -1 if sys.platform == "darwin" else 1] if each.installed]
+        if not installed or not isinstance(raw, dict) or "model_type" not in raw:
             raise ModelError(
                 f"{error}; most other models run with pip install 'ml-kvcache[transformers]'"
-                if not found
+                if not installed
                 else str(error)
             ) from None
-        return found[0]
+        return installed[0]
 
 
 def runtime_of(identity: Mapping[str, Any]) -> Runtime:
@@ -110,8 +110,8 @@ def sampling_defaults(path: Path) -> dict[str, Any]:
     """
     folder = path if path.is_dir() else path.parent
     file = folder / "generation_config.json"
-    told = read_json(file) if file.is_file() else {}
-    if not isinstance(told, dict) or told.get("do_sample") is not True:
+    settings = read_json(file) if file.is_file() else {}
+    if not isinstance(settings, dict) or settings.get("do_sample") is not True:
         return {}
-    found = {name: told.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    return {"temperature": 1.0, **{name: value for name, value in found.items() if value is not None}}
+    defaults = {name: settings.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    return {"temperature": 1.0, **{name: value for name, value in defaults.items() if value is not None}}

@@ -207,8 +207,8 @@ class Choice:
             tried = self._draws.of(np.array(self._tried))
             chosen[self._tried] = nn.reject_on_host(host[self._tried], tried, self._drafted)
         asking = list(self._wanted)
-        found = nn.logprobs_on_host(host[asking], chosen[asking], self._most) if asking else None
-        return Chosen(np.array([chosen, host[np.arange(self._count), best]]).T, self._read(found))
+        logprobs = nn.logprobs_on_host(host[asking], chosen[asking], self._most) if asking else None
+        return Chosen(np.array([chosen, host[np.arange(self._count), best]]).T, self._read(logprobs))
 
     def _on_device(self, ctx: ml.Context, logits: ml.Tensor, sampler: nn.BatchSampler) -> Chosen:
         tokens = sampler(ctx, logits)
@@ -219,17 +219,19 @@ class Choice:
         drawn = ids.concat(ctx, logits.max(ctx, 1, keepdims=True), 1)
         if self._asking is None:
             return Chosen(drawn.to_numpy())
-        found = nn.logprobs(ctx, logits.rows(ctx, self._asking), tokens.rows(ctx, self._asking), self._most)
-        whole = drawn.reshape(ctx, 2 * self._count).concat(ctx, found.reshape(ctx, math.prod(found.shape)), 0)
+        report = nn.logprobs(ctx, logits.rows(ctx, self._asking), tokens.rows(ctx, self._asking), self._most)
+        whole = drawn.reshape(ctx, 2 * self._count).concat(
+            ctx, report.reshape(ctx, math.prod(report.shape)), 0
+        )
         host = whole.to_numpy()
-        logprobs = host[2 * self._count :].reshape(found.shape)
+        logprobs = host[2 * self._count :].reshape(report.shape)
         return Chosen(host[: 2 * self._count].reshape(self._count, 2), self._read(logprobs))
 
-    def _read(self, found: np.ndarray | None) -> dict[int, Logprobs]:
+    def _read(self, logprobs: np.ndarray | None) -> dict[int, Logprobs]:
         """The results of ``nn.logprobs`` by row, for the rows that requested them."""
-        if found is None:
+        if logprobs is None:
             return {}
-        values, ids = np.split(found, [self._most + 1], 1)
+        values, ids = np.split(logprobs, [self._most + 1], 1)
         rows = zip(self._wanted.items(), values.tolist(), ids.astype(np.int64).tolist(), strict=True)
         return {
             row: Logprobs(value[0], tuple(zip(likely[:count], value[1 : count + 1], strict=True)))
@@ -242,8 +244,8 @@ def _drafted(draws: Sequence[tuple[Sampler, int]], proposed: Sequence[Proposed])
     if not proposed:
         return None
     uniform = [sampler.accepting(i) for sampler, i in (draws[each.row] for each in proposed)]
-    tokens, given = [each.token for each in proposed], [each.probabilities for each in proposed]
-    return nn.Drafted(np.array(tokens), np.stack(given), np.array(uniform))
+    tokens, probabilities = [each.token for each in proposed], [each.probabilities for each in proposed]
+    return nn.Drafted(np.array(tokens), np.stack(probabilities), np.array(uniform))
 
 
 def _is_real(value: object) -> bool:

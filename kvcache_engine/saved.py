@@ -1,4 +1,4 @@
-"""A conversation in one file: its tokens, and the keys and values of them in a cache.
+"""A conversation in one file: its tokens, with their keys and values.
 
 The file is a serialized snapshot of kvcache.stores (safetensors format). Its meta names the model and the
 settings that computed it, and contains a sha256 over everything; it does not depend on the backend, so that
@@ -41,7 +41,7 @@ __all__ = ["ConversationError", "SavedConversation", "adopt", "capture", "read",
 
 FORMAT = "kvcache.conversation/2"
 _BLOCK = 16 << 20
-"""Bytes that are read between two reports of progress."""
+"""Bytes read between two reports of progress."""
 _FIELDS = {"format", "tokens", "evaluated", "model", "cache", "snapshots"}
 
 
@@ -66,12 +66,12 @@ class SavedConversation:
     @property
     def dtype(self) -> ml.DType:
         """The dtype in which the model computed."""
-        found = str(_naming(self.model)["dtype"])
-        if found not in ml.DType.__members__:
+        name = str(_naming(self.model)["dtype"])
+        if name not in ml.DType.__members__:
             raise ConversationError(
-                f"the conversation is of a model in {found!r:.40}, which is not a known dtype"
+                f"the conversation is of a model in {name!r:.40}, which is not a known dtype"
             )
-        return ml.DType[found]
+        return ml.DType[name]
 
     @property
     def cache_dtype(self) -> CacheDType:
@@ -112,13 +112,13 @@ def _captured(engine: Engine, tokens: Sequence[int], inside: int | None) -> Save
 
 
 def _model_of(engine: Engine) -> Mapping[str, Any]:
-    """What computes there now."""
+    """The identity of the engine's model."""
     variant = engine.variant()
     return engine.identity if variant is None else {**engine.identity, "variant": compose(variant).hex()}
 
 
 def _settings_of(engine: Engine) -> dict[str, Any]:
-    """What its cache holds: in blocks, where answers must not depend on what is cached."""
+    """The settings of the engine's cache, including the block size if it is batch-invariant."""
     settings, options = dict(engine.cache.settings()), engine.options
     return {**settings, "whole_blocks": options.block_size} if options.batch_invariant else settings
 
@@ -148,7 +148,7 @@ def adopt(engine: Engine, saved: SavedConversation) -> None:
     except (SnapshotCorruptError, InvalidRangeError) as error:
         raise ConversationError(f"the conversation does not fit the model's cache: {error}") from error
     if not adopted:
-        raise ConversationError("the conversation does not fit the model's cache: it is not whole")
+        raise ConversationError("the conversation does not fit the model's cache: it is incomplete")
 
 
 def check_target(path: str | os.PathLike[str]) -> Path:
@@ -263,11 +263,11 @@ def write_whole(target: Path, parts: Sequence[memoryview]) -> None:
 def _naming(record: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a model's identity or a cache's settings that names a dtype or format."""
     for key in ("dtype", "attention", "caches"):
-        found = record.get(key)
-        if key == "dtype" and isinstance(found, str):
+        value = record.get(key)
+        if key == "dtype" and isinstance(value, str):
             return record
-        if isinstance(found, list) and found:
-            found = found[0]
-        if isinstance(found, Mapping):
-            return _naming(found)
+        if isinstance(value, list) and value:
+            value = value[0]
+        if isinstance(value, Mapping):
+            return _naming(value)
     raise ConversationError("the conversation has no dtype")

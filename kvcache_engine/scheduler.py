@@ -52,9 +52,9 @@ class Request:
     ) -> None:
         self.run = run
         self.whose = whose
-        """Who may share it, and what computes it: what PrefixCache.begin takes by name."""
+        """The keyword arguments of PrefixCache.begin: who may share it, and what computes it."""
         self.ids = np.array(run.tokens, dtype=np.int64) if ids is None else ids
-        """The prompt as the prefix cache has it, which differs between tenants."""
+        """The prompt's ids in the prefix cache, which differ between tenants."""
         self.draft = draft
         self.repeat = 0
         """The accepted draft tokens that are evaluated again with the next token."""
@@ -74,7 +74,7 @@ class Request:
         self.answer: Finished | None = None
         """The answer, unless it failed or was cancelled."""
         self.turn = 0
-        """When it last had a pass, where each has a pass of its own."""
+        """The number of its last pass, if each pass has one request."""
         self.stops: set[int] = set()
         """Positions of snapshots scheduled for other requests that continue from there."""
 

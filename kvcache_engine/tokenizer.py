@@ -106,8 +106,8 @@ class Tokenizer:
         """
         ids = self.encode(text, bos=False, most=most)
         for anchor in _ANCHORS if self._begins_with_blank else ():
-            if (found := self._ids_after(anchor, text)) is not None:
-                return found
+            if (shared := self._ids_after(anchor, text)) is not None:
+                return shared
         return ids
 
     @cached_property
@@ -121,8 +121,8 @@ class Tokenizer:
 
     def _ids(self, text: str) -> list[int]:
         # ``encode`` would hold the GIL, and block all threads, for its whole duration.
-        (found,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
-        return list(found.ids)
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+        return list(encoding.ids)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
@@ -157,11 +157,11 @@ class StreamDecoder:
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        given = list(context[-_CONTEXT - _LONGEST :])
-        pieces = [self._bytes(token) for token in given]
+        tokens = list(context[-_CONTEXT - _LONGEST :])
+        pieces = [self._bytes(token) for token in tokens]
         begins = [0, *(i for i, piece in enumerate(pieces) if piece and piece[0] & 0xC0 != 0x80)]
-        first = max(i for i in begins if i <= max(0, len(given) - _CONTEXT))
-        self._show(given[first:])
+        first = max(i for i in begins if i <= max(0, len(tokens) - _CONTEXT))
+        self._show(tokens[first:])
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         ending = self._utf8.decode(b"".join(pieces[begins[-1] :]))
         if self._unfinished:
@@ -278,8 +278,8 @@ class TokenBytes:
             return str(self._backend.decode([token])).encode()
         if self._bytes is not None and all(char in self._bytes for char in text):
             return bytes(self._bytes[char] for char in text)
-        if self._fallback and (found := _BYTE.fullmatch(text)):
-            return bytes([int(found[1], 16)])
+        if self._fallback and (match := _BYTE.fullmatch(text)):
+            return bytes([int(match[1], 16)])
         return str(text if self._blank is None else text.replace(self._blank, " ")).encode()
 
 
@@ -297,8 +297,8 @@ def _blank(step: Mapping[str, Any]) -> str | None:
     if step["type"] == "Metaspace":
         return str(step["replacement"])
     if step["type"] == "Replace" and step["content"] == " ":
-        found: str | None = step["pattern"].get("String")
-        return found
+        pattern: str | None = step["pattern"].get("String")
+        return pattern
     return None
 
 

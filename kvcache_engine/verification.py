@@ -124,8 +124,10 @@ class Verifier:
         delivers them.
         """
         wants = (range(stored + 1, stored + 1 + len(branch.draft)) for branch in tried)
-        found = [branches.want_states(self._cache, b.seq, want) for b, want in zip(tried, wants, strict=True)]
-        return all(found)
+        delivers = [
+            branches.want_states(self._cache, b.seq, want) for b, want in zip(tried, wants, strict=True)
+        ]
+        return all(delivers)
 
     @property
     def _spares(self) -> range:
@@ -147,8 +149,8 @@ class Verifier:
             drawn = draft.sample(seq, run.tokens, count, run.sampler, run.generated)
             self._check_ids(drawn.tokens)
             _check_drawn(drawn, self._vocabulary)
-            found = Branch(seq, [int(token) for token in drawn.tokens[:count]], drawn.probabilities[:count])
-            return [found] if found.draft else []
+            branch = Branch(seq, [int(token) for token in drawn.tokens[:count]], drawn.probabilities[:count])
+            return [branch] if branch.draft else []
         proposed = draft(seq, run.tokens, count, options.width)[: options.width]
         distinct = dict.fromkeys(tuple(int(token) for token in tokens[:count]) for tokens in proposed)
         distinct.pop((), None)
@@ -181,7 +183,7 @@ class Verifier:
             else:
                 branches.rollback(cache, winner.seq, stands)
                 branches.keep(cache, winner.seq, seq, others)
-        cache.rolled_back(seq)  # the session need not know: the remaining tokens are its own
+        cache.rolled_back(seq)  # the session is unaffected: the remaining tokens are its own
         self.speculation.drafts += 1
         self.speculation.drafted += len(winner.draft)
         self.speculation.accepted += right - known
@@ -190,14 +192,14 @@ class Verifier:
 
 
 def _check_drawn(drawn: Proposal, vocabulary: int) -> None:
-    given, count = drawn.probabilities, len(drawn.tokens)
-    if given.shape != (count, vocabulary):
+    probabilities, count = drawn.probabilities, len(drawn.tokens)
+    if probabilities.shape != (count, vocabulary):
         raise RequestError(
-            f"draft: {count} tokens with probabilities {given.shape}; there must be one for each token of "
-            f"the vocabulary: {(count, vocabulary)}"
+            f"draft: {count} tokens with probabilities {probabilities.shape}; there must be one for each "
+            f"token of the vocabulary: {(count, vocabulary)}"
         )
-    sums, own = given.sum(1), given[np.arange(count), np.asarray(drawn.tokens, np.int64)]
-    if count and not (np.abs(sums - 1).max() < _ROUNDING and given.min() >= 0 and own.min() > 0):
+    sums, own = probabilities.sum(1), probabilities[np.arange(count), np.asarray(drawn.tokens, np.int64)]
+    if count and not (np.abs(sums - 1).max() < _ROUNDING and probabilities.min() >= 0 and own.min() > 0):
         raise RequestError(
             "draft: probabilities must be at least 0, sum to 1, and be above 0 for the token that was drawn"
         )

@@ -21,6 +21,6 @@ def warm_up(backend: ml.Backend) -> None:
     plan = ml.RaggedPlan(1, segments, readers, np.empty(0, np.int32))
     with backend.new_context() as ctx:
         one = ctx.zeros((1, 1, 32), ml.DType.F32)
-        found = backend.ragged_attention(ctx, one, one, one, plan, 1.0)
-        if found is not None:
-            ctx.compute(found)
+        attended = backend.ragged_attention(ctx, one, one, one, plan, 1.0)
+        if attended is not None:
+            ctx.compute(attended)

@@ -53,7 +53,7 @@ class GroupedLinear:
     weight: ml.Tensor
 
     def __call__(self, ctx: ml.Context, x: ml.Tensor, groups: nn.Groups) -> ml.Tensor:
-        """x (rows, in) -> (rows, out), each row by the map of its group."""
+        """x (rows, in) -> (rows, out); each row is mapped by its group's weight."""
         return nn.grouped_matmul(ctx, x, self.weight, groups)
 
 
@@ -83,7 +83,7 @@ class Loader:
     def take(self, name: str) -> np.ndarray:
         """The array on the host, checked against the shape of the config."""
         if name not in self._weights:
-            raise ModelError(f"the weights hold no tensor {name!r}, which the config asks for")
+            raise ModelError(f"the weights have no tensor {name!r}, which the config requires")
         array, shape = self._weights[name], self.shapes[name]
         if array.shape != shape:
             raise ModelError(f"{name} has shape {array.shape}; the config says {shape}")
@@ -109,13 +109,13 @@ class Loader:
         return self.joined(ctx, arrays, [self._bias(name) for name in names])
 
     def summed(self, ctx: ml.Context, name: str) -> Linear:
-        """A map whose inputs are split over the ranks, where there are several."""
+        """A map whose inputs are split over the ranks, if there are several."""
         return replace(self.linear(ctx, name), group=self.group)
 
     def joined(
         self, ctx: ml.Context, weights: Sequence[np.ndarray], biases: Sequence[np.ndarray | None] = ()
     ) -> Linear:
-        """From arrays (out, in) and (out,) on the host."""
+        """A map from host arrays (out, in) and (out,)."""
         weight = self.put(ctx, _concatenated(weights)).permute(ctx, 1, 0)
         if all(bias is None for bias in biases):
             return Linear(weight)
@@ -126,7 +126,7 @@ class Loader:
         return Linear(weight, self.put(ctx, _concatenated(filled)))
 
     def grouped(self, ctx: ml.Context, count: int, weights: Iterable[np.ndarray]) -> GroupedLinear:
-        """From ``count`` arrays (out, in), one after another, on the host."""
+        """Maps from ``count`` host arrays (out, in), in order."""
         stacked: ml.Tensor | None = None
         for i, array in enumerate(weights):
             if stacked is None:

@@ -47,7 +47,7 @@ class Availability:
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """The features of a backend: everything that is not declared absent.
+    """The features of a backend. Everything that is not declared absent is required.
 
     ``dtypes`` lists the dtypes that its tensors may have: at least F32, I32, I64 and BOOL. ``absent`` names
     methods of Tensor, or ``"compute"`` for all compute methods. Calling an absent method must raise
@@ -116,7 +116,7 @@ class BackendSpec:
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """One row of ``available_backends()``: a backend that was found, whether or not it can run."""
+    """One row of ``available_backends()``: a discovered backend, whether or not it can run."""
 
     name: str
     available: bool

@@ -65,7 +65,7 @@ class CacheConfig:
     reads runs and shared prefixes of fewer bytes together with others, even if that copies them, and
     quantized storage in blocks of a few times as many bytes. The default suits a CPU.
     ``batch_invariant``: ``attend`` reads each sequence in one piece, wherever its cells lie, even if that
-    copies them, so that sums are computed in the same order whoever shares part of it.
+    copies them, so that the order of its sums does not depend on which sequences share part of it.
 
     >>> import ml
     >>> from kvcache import CausalCache
@@ -111,8 +111,8 @@ class SupportsCacheConfig(Protocol):
 class KVStore(Protocol):
     """Writes and reads runs of rows in two tensors at once, as storing a decoded token requires.
 
-    All of this can also be done with ``slice`` and ``copy``, and is if a store declines: a store handles the
-    plain case with as few steps as its framework allows.
+    A store handles the plain case in as few steps as its framework allows. If it declines, the caller uses
+    ``slice`` and ``copy``.
     """
 
     def write(self, ctx: Context, start: int, count: int, key: Tensor, value: Tensor) -> bool:
@@ -281,7 +281,9 @@ class SupportsAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One attention call over ``batch`` segments of buffers of K and V, with equally many queries each."""
+    """One attention call over ``batch`` segments of buffers of K and V, with the same number of queries
+    each.
+    """
 
     tokens: slice | Tensor
     """The queries, segment by segment; an I32 tensor if they are not consecutive."""
@@ -380,12 +382,12 @@ class SupportsRaggedAttention(Protocol):
 class Group(Protocol):
     """Processes that compute together, each a **rank** of ``size``; this object is one rank's view of them.
 
-    Every rank calls the same operations in the same order, with tensors of the same shape and dtype: the
-    caller answers for that. Results are new storage, equal on all ranks bit for bit.
+    Every rank must call the same operations in the same order, with tensors of the same shape and dtype; this
+    is not checked. Results are new storage, equal on all ranks bit for bit.
 
-    ``timeout``: seconds that an operation waits for the other ranks. Where one has ended, or has not come
-    by then, GroupError is raised, at the latest where the result is read (``to_numpy``); from then on
-    every operation of the group raises it.
+    ``timeout``: seconds that an operation waits for the other ranks. If one has ended, or does not arrive in
+    time, GroupError is raised, at the latest when the result is read (``to_numpy``), and by every later
+    operation of the group.
     """
 
     @property
@@ -411,8 +413,7 @@ class Group(Protocol):
         """Return when every rank has called it."""
 
     def abandon(self, op: str, error: BaseException) -> None:
-        """End a group of several ranks, because this one has failed with ``error`` where the others rely on
-        it.
+        """End a group of several ranks because this one failed with ``error`` while the others rely on it.
 
         The other ranks raise GroupError immediately if the framework can notify them (NCCL cannot), and so
         does every later operation here. Otherwise this rank's next exchange would be paired with a different
@@ -430,9 +431,9 @@ class SupportsDistributed(Protocol):
     def distributed(self, timeout: float = 60.0) -> Group:
         """Join the ranks that a launcher has started; without a launcher, a group of this process alone.
 
-        The environment, set by the framework's own launcher, says which rank this is and where the others
-        are. One group at a time; it closes with the backend. Raises GroupError if the other ranks do not join
-        within ``timeout`` seconds, or if the environment is invalid.
+        The environment, set by the framework's own launcher, specifies this rank and the addresses of the
+        others. One group at a time; it closes with the backend. Raises GroupError if the other ranks do not
+        join within ``timeout`` seconds, or if the environment is invalid.
         """
 
 
@@ -449,13 +450,13 @@ class SupportsRope(Protocol):
             out[first]  = (x[first] * cos(a) - x[second] * sin(a)) * spec.attention_factor
             out[second] = (x[second] * cos(a) + x[first] * sin(a)) * spec.attention_factor
 
-        where (first, second) is ``(i, i + dim / 2)``, or ``(2 * i, 2 * i + 1)`` where ``spec.interleaved``.
+        where (first, second) is ``(i, i + dim / 2)``, or ``(2 * i, 2 * i + 1)`` if ``spec.interleaved``.
         Dimensions from ``spec.dim`` on are copied. Computed in F32 and rounded once: new storage of x's
         shape and dtype.
 
-        ``ml.nn.rope.rope_tables`` lays cosines and sines out as F32 (tokens, 1, dim). Entry d is that of
-        dimension d, so that each angle is there twice, the sine with a minus for the ``first`` of a pair:
-        the result is ``x * cos + swapped * sin``, where ``swapped`` has the two of each pair exchanged.
+        ``ml.nn.rope.rope_tables`` lays cosines and sines out as F32 (tokens, 1, dim). Entry d belongs to
+        dimension d, so each angle occurs twice, and the sine for the ``first`` of a pair is negated: the
+        result is ``x * cos + swapped * sin``, where ``swapped`` exchanges the two elements of each pair.
 
         None if the fused kernel does not support this spec: the generic implementation then runs.
         """

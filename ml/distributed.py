@@ -25,7 +25,7 @@ __all__ = ["check_timeout", "free_ports", "launched", "ring_hosts"]
 
 LOOPBACK = "127.0.0.1"
 _PORTS = range(20_000, 32_000)
-"""Below the ports of outgoing connections, which could otherwise take one before a rank does."""
+"""Below the ephemeral ports, so that no outgoing connection takes one before a rank does."""
 
 
 LONGEST = 7 * 86_400
@@ -100,6 +100,6 @@ def _rank(first: str, rank: str, second: str, size: str) -> tuple[int, int]:
     if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
         raise GroupError(
             f"distributed: {first}={rank!r} of {second}={size!r}; a rank is in [0, size): start the ranks "
-            "with a launcher, or take these out of the environment"
+            "with a launcher, or unset both variables"
         )
     return int(rank), int(size)

@@ -63,7 +63,7 @@ class DeviceError(MLError, RuntimeError):
 
 
 class GroupError(MLError, RuntimeError):
-    """Ranks could not be joined, or one of them has ended, stopped or is late: the group is broken.
+    """The ranks could not be joined, or the group is broken because one of them ended, stopped or timed out.
 
     ``late``: whether waiting for another rank timed out.
     """

@@ -82,7 +82,9 @@ class _Found(Generic[R]):
 
 
 def misfit(open: Callable[..., Any], /, *arguments: Any, **options: Any) -> str | None:
-    """Why its signature does not accept these arguments; None if it does, or if that is unknown."""
+    """Why the function's signature does not accept these arguments; None if it does, or if it has no
+    signature.
+    """
     try:
         signature = inspect.signature(open, follow_wrapped=False)
     except ValueError:  # written in C
@@ -130,8 +132,8 @@ class PluginHost(Generic[R]):
         return {name: claims[0] for name, claims in self._claims().items() if len(claims) == 1}
 
     def broken(self) -> dict[str, str]:
-        """What cannot be used, with the reason: plugins that could not be loaded, and names that two of them
-        claim.
+        """Unusable plugins and names, with the reason: plugins that could not be loaded, and names claimed
+        twice.
         """
         claims = self._claims()
         reasons = {name: self._twice(name) for name, records in claims.items() if len(records) > 1}
@@ -142,11 +144,11 @@ class PluginHost(Generic[R]):
         return reasons
 
     def probe(self, spec: R) -> Availability:
-        """The result of its probe, which runs once; unavailable if it raises or takes too long."""
+        """The result of the record's probe, which runs once; unavailable if it raises or takes too long."""
         return self._probe(spec).answer()
 
     def late(self, spec: R) -> bool:
-        """Whether its probe was started and has not finished."""
+        """Whether the record's probe was started and has not finished."""
         return self._probe(spec).late
 
     def usable(self, name: str, note: str = "") -> R:
@@ -274,7 +276,7 @@ class PluginHost(Generic[R]):
         return replace(loaded, error=f"{loaded.error} ({hider})") if hider else loaded
 
     def _asked(self, plugin: Any, source: str, value: str) -> _Found[R]:
-        """A plugin with the record that pluggy gets from it; each plugin is queried alone, so that none hides
+        """Each plugin with the record from its hook; plugins are queried one at a time, so that none hides
         another.
         """
         hook = self._hook
@@ -287,7 +289,7 @@ class PluginHost(Generic[R]):
                 raise PluginError(self._unmarked(plugin))
             (record,) = caller() or [None]
             if not isinstance(record, hook.record):
-                raise PluginError(f"it gave {shown(record)}; it returns one {hook.record_name}")
+                raise PluginError(f"it returned {shown(record)}; it must return one {hook.record_name}")
         except FAILURES as error:
             reason = str(error) if type(error) is PluginError else f"{hook.name}() raised {summary(error)}"
             return _Found(source, value, plugin, error=reason)
@@ -297,8 +299,8 @@ class PluginHost(Generic[R]):
         """Why pluggy does not find the hook."""
         name, marker = self._hook.name, self._hook.marker
         if callable(getattr(plugin, name, None)):
-            return f"its {name}() has no @hookimpl: put {marker} before it"
-        return f"it has no {name}(); it defines that function, with {marker} before it"
+            return f"its {name}() has no @hookimpl: decorate it with {marker}"
+        return f"it has no {name}(); define that function, decorated with {marker}"
 
 
 def _label(name: str, value: str, others: list[_Found[R]]) -> str:

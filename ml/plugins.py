@@ -79,7 +79,7 @@ class Registry(PluginHost[BackendSpec]):
                 return self._opened(spec, options)
             except MLError as error:
                 if options and not isinstance(error, BackendUnavailableError):
-                    raise  # an option that it refuses
+                    raise  # an option that the backend refuses
                 self._passed_over(str(error))
                 reasons.append(str(error))
         reasons += [f"{source} ({error})" for source, error in self.broken().items()]
@@ -139,7 +139,5 @@ def open_backend(name: str | None = None, **options: Any) -> Backend:
 
 
 def available_backends() -> tuple[BackendInfo, ...]:
-    """All backends that plugins provide: first those that can run, then the others with the reason why
-    not.
-    """
+    """All backends of all plugins: first those that can run, then the others with the reason."""
     return registry().infos()

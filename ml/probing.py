@@ -1,4 +1,4 @@
-"""Probing plugins: each is asked once whether it can run here, in its own thread and within a time limit."""
+"""Probing plugins: each probe runs once, in its own thread and within a time limit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Probe:
         self._raised: BaseException | None = None
 
     def answer(self) -> Availability:
-        """Its result; unavailable if it raises, or does not finish within the limit.
+        """The probe's result; unavailable if it raises, or does not finish within the limit.
 
         If it finishes later, its result is used from then on.
         """
@@ -46,7 +46,7 @@ class Probe:
 
     @property
     def late(self) -> bool:
-        """Whether it was started and has not finished."""
+        """Whether the probe was started and has not finished."""
         return self._thread is not None and self._thread.is_alive()
 
     def _start(self) -> None:
@@ -66,7 +66,7 @@ class Probe:
             if isinstance(answer, Availability):
                 self._answer = answer
             else:
-                reason = f"its probe gave {shown(answer)}; it must return an ml.Availability"
+                reason = f"its probe returned {shown(answer)}; it must return an ml.Availability"
                 self._answer = Availability(False, reason)
 
 

@@ -55,10 +55,10 @@ class Tensor(Protocol):
         """
 
     def to_numpy(self) -> np.ndarray:
-        """A host copy, after computing what is pending. BF16 becomes ``ml_dtypes.bfloat16``."""
+        """A host copy, after pending work has completed. BF16 becomes ``ml_dtypes.bfloat16``."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """``np.asarray(tensor)``: the result of ``to_numpy``, as ``dtype``; it waits for the device likewise.
+        """``np.asarray(tensor)``: the result of ``to_numpy``, as ``dtype``; it also waits for the device.
 
         Raises a ValueError for ``copy=False``: a tensor is always copied.
         """
@@ -192,7 +192,7 @@ class Tensor(Protocol):
         """BOOL of ``self op other``; op is one of == != < <= > >= (or eq ne lt le gt ge)."""
 
     def where(self, ctx: Context, a: Tensor, b: Tensor) -> Tensor:
-        """``a`` where this BOOL tensor holds, else ``b``; all three broadcast."""
+        """``a`` where this BOOL tensor is true, else ``b``; all three broadcast."""
 
 
 Indices = Sequence[int] | np.ndarray | Tensor

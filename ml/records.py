@@ -91,7 +91,7 @@ def members(wanted: str, kind: type, into: Callable[[Iterable[Any]], Any]) -> Ru
 def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError
-    return str.__str__(value)  # of a subclass, such as NumPy's, only the text
+    return str.__str__(value)  # drops subclasses of str, such as NumPy's
 
 
 def _name(value: object) -> str:

@@ -1,7 +1,7 @@
 """Arithmetic of strided views: pure functions on shapes and strides, in elements.
 
-Nothing here uses arrays. Backends and adapters share these functions, so that checks of shapes, offsets and
-strides, and their messages, are in one place.
+Nothing here uses arrays. Backends and adapters share these functions, so that shapes, offsets and strides are
+checked in one place, with the same messages.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Shape = tuple[int, ...]
 LARGEST_COUNT = (2**63 - 1) // 8
 """The most elements of the widest dtype whose bytes fit in a 64-bit integer."""
 LARGEST_NDIM = 64
-"""The most axes of a tensor, which are those of a NumPy array, as every tensor can be copied to the host."""
+"""The most axes of a tensor: NumPy's limit, since every tensor can be copied to the host."""
 
 
 def integers(op: str, *values: object) -> Shape:
@@ -203,7 +203,7 @@ def resolve_shape(op: str, count: int, shape: Sequence[int]) -> Shape:
             sizes = tuple(count // known if size == -1 else size for size in sizes)
     sizes = as_shape(op, sizes)
     if math.prod(sizes) != count:
-        raise ShapeError(f"{op}: shape {tuple(shape)} does not hold {count} elements")
+        raise ShapeError(f"{op}: shape {tuple(shape)} does not have {count} elements")
     if not count:
         check_count(op, sizes)
     return sizes

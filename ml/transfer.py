@@ -29,7 +29,7 @@ def pinned_memory(backend: Backend, nbytes: int) -> np.ndarray:
     """Uninitialized host memory, uint8 (nbytes,), page-locked if ``backend`` provides it."""
     memory = None
     if isinstance(backend, SupportsTransfers):
-        with contextlib.suppress(DeviceError):  # it has no more: pageable memory works too, but more slowly
+        with contextlib.suppress(DeviceError):  # else pageable memory, which is slower
             memory = backend.pinned_memory(nbytes)
     return np.empty(nbytes, np.uint8) if memory is None else memory
 

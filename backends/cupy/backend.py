@@ -30,10 +30,10 @@ class CupyBackend(PlacedBackend):
 
     A device is a name, a number or a ``cupy.cuda.Device``; with neither option it is the first one.
 
-    ``stream=`` sends all work of the backend to one ``cupy.cuda.Stream``. Without it, work goes to
-    the stream that is current in the calling thread, as everywhere in CuPy: the default stream,
-    which orders the work of all threads, unless the caller entered another; then the order between
-    streams is the caller's to keep. A ``to_numpy`` waits for its own stream.
+    ``stream=`` runs all work of the backend on one ``cupy.cuda.Stream``. Without it, work runs on the current
+    stream of the calling thread, as everywhere in CuPy. That is the default stream, which orders the work of
+    all threads, unless the caller entered another one; the caller must then order streams. ``to_numpy`` waits
+    for its own stream.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class CupyBackend(PlacedBackend):
         return DeviceMemory(device.name, allocated, *self.places[index].memory())
 
     def pool_bytes(self, index: int = 0) -> tuple[int, int]:
-        """(used, kept) bytes of CuPy's memory pool on a device; whoever uses CuPy shares it."""
+        """(used, kept) bytes of CuPy's memory pool on a device, which all users of CuPy share."""
         self.check("pool_bytes")
         return self.places[index].pool()
 
@@ -116,7 +116,7 @@ class CupyContext(PlacedContext):
         result = self._empty(shape, dtype)
         if result.storage.size:
             with self.place.work("full"):
-                pattern = np.dtype(f"i{dtype.itemsize}")  # the bits: one fill for every dtype
+                pattern = np.dtype(f"i{dtype.itemsize}")  # fills the bits, for every dtype
                 bits = np.array(value).astype(dtype.numpy).view(pattern)
                 self._flat(result, pattern).fill(int(bits))
         return result
@@ -140,14 +140,14 @@ class CupyContext(PlacedContext):
         return result
 
     def _staged(self, host: np.ndarray) -> Any:
-        """U8 (bytes,) by CuPy's own pinned memory: an allocation, and a copy that nothing waits for."""
+        """U8 (bytes,), allocated and copied asynchronously through CuPy's own pinned memory."""
         with self.place.work("from_numpy", f"{host.nbytes} bytes: "):
             return cupy.asarray(host).data
 
     def unpacked(
         self, packed: np.ndarray, starts: Sequence[int], arrays: Sequence[tuple[np.ndarray, DType]]
     ) -> list[CupyTensor]:
-        """What ``backends.uploads`` put together, on the device: storages in one allocation."""
+        """Split an upload of ``backends.uploads`` on the device into storages in one allocation."""
         if not packed.size:
             return [self._empty(array.shape, dtype) for array, dtype in arrays]
         whole, made = self._staged(packed), []

@@ -1,4 +1,4 @@
-"""CUDA devices as CuPy sees them: names, options, memory, and the scope that work runs in."""
+"""CUDA devices in CuPy: names, options, memory, and the scope in which work runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ml.errors import DeviceError, MLError
 
 
 class Place:
-    """A device of an open backend, and the stream that its work goes to.
+    """A device of an open backend, and the stream of its work.
 
     ``stream`` None: the stream that is current in the calling thread, as everywhere in CuPy.
     """
@@ -30,9 +30,8 @@ class Place:
         return DeviceInfo(self.name, "cuda", described.decode(errors="replace"))
 
     def work(self, op: str, asked: str = "") -> _Work:
-        """Run a block on this device and stream; what CuPy and CUDA raise in it becomes a DeviceError.
-
-        NumPy's warnings are off: bounds and factors are rounded to a dtype on the host.
+        """Run a block on this device and stream; errors of CuPy and CUDA become DeviceError. NumPy's warnings
+        are off, since bounds and factors are rounded to a dtype on the host.
         """
         return _Work(self, op, asked)
 
@@ -41,7 +40,7 @@ class Place:
             cupy.cuda.get_current_stream().synchronize()
 
     def memory(self) -> tuple[int, int]:
-        """(free, total) bytes, as CUDA counts them: what the pool keeps for reuse is not free."""
+        """(free, total) bytes according to CUDA; memory that the pool keeps for reuse is not free."""
         with self.work("memory"):
             free, total = cupy.cuda.runtime.memGetInfo()
             return int(free), int(total)
@@ -60,7 +59,7 @@ class Place:
 
 
 class _Work:
-    """See ``Place.work``. Device and stream are entered only where they are not current."""
+    """See ``Place.work``. Device and stream are entered only if they are not current."""
 
     __slots__ = ("_asked", "_entered", "_op", "_place", "_quiet")
 
@@ -107,7 +106,7 @@ class _Work:
 
 
 def find_places(device: Any, devices: Sequence[Any] | None, stream: Any) -> tuple[Place, ...]:
-    """The places that ``open_backend`` was asked for. DeviceError for one that does not exist."""
+    """The requested places. Raises DeviceError for one that does not exist."""
     asked = asked_devices(device, devices)
     indices = [_index(one) for one in (["cuda"] if asked is None else asked)]
     check_once([f"cuda:{index}" for index in indices])
@@ -116,7 +115,7 @@ def find_places(device: Any, devices: Sequence[Any] | None, stream: Any) -> tupl
 
 
 def _index(wanted: Any) -> int:
-    """The number of "cuda", "cuda:1", 1 or ``cupy.cuda.Device(1)``."""
+    """The index of a device named as "cuda", "cuda:1", 1 or ``cupy.cuda.Device(1)``."""
     count = int(cupy.cuda.runtime.getDeviceCount())
     named = {f"cuda:{i}": i for i in range(count)} | ({"cuda": 0} if count else {})
     if isinstance(wanted, cupy.cuda.Device):

@@ -1,4 +1,4 @@
-"""The plugin record of the CuPy backend, and why it cannot run where it cannot."""
+"""The plugin record of the CuPy backend, and its probe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def probe() -> Availability:
 
 
 def _missing(cupy: Any) -> str:
-    """What CuPy lacks here, in CUDA's own words; empty where nothing is."""
+    """What CuPy lacks here, with CUDA's own message; empty if nothing."""
     runtime = cupy.cuda.runtime
     try:
         count = runtime.getDeviceCount()
@@ -40,7 +40,7 @@ def _missing(cupy: Any) -> str:
         from cupy.cuda import nvrtc
 
         nvrtc.getVersion()
-    except Exception as error:  # the wheels carry no compiler, and every kernel is compiled when first used
+    except Exception as error:  # the wheels contain no compiler, but every kernel is compiled on first use
         return (
             f"no NVRTC, CUDA's runtime compiler ({_one_line(error)}); "
             "install the CUDA toolkit, or pip install 'cupy-cuda12x[ctk]'"
@@ -65,12 +65,12 @@ def _kind(runtime: Any, error: Exception) -> str:
 
 
 def _cuda(number: int) -> str:
-    """CUDA's 12090 as people write it: 12.9."""
+    """CUDA's version 12090 as "12.9"."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _one_line(error: BaseException) -> str:
-    """CuPy frames its longer messages with rules and blank lines."""
+    """The first line of a message; CuPy frames longer ones with rules and blank lines."""
     return " ".join(str(error).replace("=" * 16, "").split()) or type(error).__name__
 
 

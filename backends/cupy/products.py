@@ -1,9 +1,8 @@
-"""Products of F16 and BF16 by cuBLAS, which reads them as they lie and adds up in F32.
-
-No operand is widened in memory: one is copied, in its own 16 bits, only where none of its last two axes is
-dense. The result is F32, to be rounded once: of a 16-bit one cuBLAS may round parts of the sum. cuBLAS knows
-matrices column by column, so that it is asked for the transposed product of the transposed matrices: those
-are the same memory.
+"""Products of F16 and BF16 with cuBLAS, which reads them in place and accumulates in F32. No operand is
+widened in memory; one is copied, in its own 16 bits, only if neither of its last two axes is dense. The
+result is F32, to be rounded once, since cuBLAS may round partial sums of a 16-bit result. cuBLAS uses
+column-major matrices, so it computes the transposed product of the transposed matrices, which are the same
+memory.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ _ITEM, _WIDE = 2, 4
 
 
 class _Matrices(NamedTuple):
-    """Matrices of one operand: where they begin, how they lie, and the strides from one to the next."""
+    """The matrices of one operand: address, layout, and the strides between them."""
 
     address: int
     transposed: bool
-    """Whether its columns are dense, and not its rows."""
+    """Whether its columns are dense instead of its rows."""
     leading: int
     steps: Shape
     array: Any
-    """What the address belongs to."""
+    """The owner of the memory."""
 
 
 def narrow_product(left: Any, right: Any, dtype: DType, out: Any) -> None:
-    """``out``, F32 and C-contiguous, becomes ``numpy.matmul`` of two arrays of bits of two or more axes."""
+    """Write ``numpy.matmul`` of two arrays of bits with two or more axes to ``out``, F32 and C-contiguous."""
     rows, inner = left.shape[-2:]
     columns = right.shape[-1]
     shape, (one, other) = _folded(out.shape[:-2], [_placed(x, out.shape[:-2]) for x in (left, right)])
@@ -55,8 +54,8 @@ def narrow_product(left: Any, right: Any, dtype: DType, out: Any) -> None:
 
 
 def _operation(cublas: Any, x: _Matrices) -> int:
-    found: int = cublas.CUBLAS_OP_T if x.transposed else cublas.CUBLAS_OP_N
-    return found
+    operation: int = cublas.CUBLAS_OP_T if x.transposed else cublas.CUBLAS_OP_N
+    return operation
 
 
 def _at(x: _Matrices, where: Shape) -> int:
@@ -64,7 +63,7 @@ def _at(x: _Matrices, where: Shape) -> int:
 
 
 def _placed(array: Any, batch: Shape) -> _Matrices:
-    """An operand as cuBLAS takes it; of what is repeated over the batch the step is 0."""
+    """An operand in cuBLAS's form; its step is 0 if it is repeated over the batch."""
     rows, columns = array.shape[-2:]
     down, across = (stride // _ITEM for stride in array.strides[-2:])
     if (across == 1 or columns == 1) and (rows == 1 or down >= columns):
@@ -81,7 +80,7 @@ def _placed(array: Any, batch: Shape) -> _Matrices:
 
 
 def _folded(batch: Shape, operands: list[_Matrices]) -> tuple[Shape, list[_Matrices]]:
-    """The batch with as few axes as the operands' steps allow, the last one as long as can be."""
+    """The batch with as few axes as the operands' steps allow, and the longest possible last axis."""
     shape: list[int] = []
     steps: list[list[int]] = [[] for _ in operands]
     for axis in reversed(range(len(batch))):

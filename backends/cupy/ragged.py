@@ -1,4 +1,4 @@
-"""Attention of a ragged batch as CUDA C: two launches, however many sequences there are."""
+"""Attention of a ragged batch in CUDA C: two launches for any number of sequences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ typedef float stored;
 __device__ inline float LOAD(stored x) { return x; }
 __device__ inline stored STORE(float x) { return x; }
 """,
-    # The hardware's own conversion, without a header that has to be found.
+    # The hardware's conversion, without the need to find a header.
     DType.F16: """
 typedef unsigned short stored;
 __device__ inline float LOAD(stored x) {
@@ -85,21 +85,21 @@ def ragged_attention(
     scale: float,
     sinks: CupyTensor | None,
 ) -> CupyTensor | None:
-    """See ``ml.SupportsRaggedAttention``. None also where the buffers lie on another device."""
+    """See ``ml.SupportsRaggedAttention``. Also None if the buffers are on another device."""
     shape = Shape.of(query, key, value, sinks)
     if shape is None or any(x is not None and x.place is not ctx.place for x in (query, key, value, sinks)):
         return None
     done = launch(ctx, plan, shape)
-    logits = done.work if sinks is None else sinks.cast(ctx, DType.F32)  # read only where there are sinks
+    logits = done.work if sinks is None else sinks.cast(ctx, DType.F32)  # read only if there are sinks
     sums = ctx.empty((done.slots, shape.heads, shape.v_dim), DType.F32)
     stats = ctx.empty((done.slots, shape.heads, 2), DType.F32)
     out: CupyTensor = ctx.empty((plan.tokens, shape.heads, shape.v_dim), query.dtype)
     module = _module(query.dtype, shape)
     strides = [np.int64(step) for x in (query, key, value) for step in x.strides]
-    given = [x.native for x in (query, key, value, plan.packed(ctx), done.work)]
+    arrays = [x.native for x in (query, key, value, plan.packed(ctx), done.work)]
     with ctx.place.work("ragged_attention"):
         parts, merge = (module.get_function(name) for name in ("ragged_parts", "ragged_merge"))
         kept = [x.native for x in (sums, stats)]
-        parts((done.tasks, shape.blocks), (THREADS,), (*given, np.float32(scale), *strides, *kept))
+        parts((done.tasks, shape.blocks), (THREADS,), (*arrays, np.float32(scale), *strides, *kept))
         merge((plan.tokens, shape.heads), (THREADS,), (*kept, done.work.native, logits.native, out.native))
     return out

@@ -1,8 +1,8 @@
 """Tensor on CuPy arrays.
 
 A storage is a MemoryPointer, so that a strided view of any dtype is one ``cupy.ndarray`` over it.
-CuPy's BF16 is young: here it is only ever cast from and to F32. Whatever moves elements moves the
-bits of BF16 as integers, and whatever computes or compares, computes in F32 (products: by cuBLAS).
+CuPy's support of BF16 is new, so it is used only for casts from and to F32. Movement treats the bits of BF16
+as integers, and computations and comparisons use F32 (products: cuBLAS).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CupyTensor(ArrayTensor):
     def own(cls, ctx: BaseContext, array: Any, dtype: DType) -> Self:
         whole = array if array.flags.c_contiguous else cupy.ascontiguousarray(array)
         storage = Storage(ctx.backend, whole.data, whole.size, whole.nbytes, ctx.device_index)
-        return cls.whole(storage, dtype, whole.shape)  # with native as ours: what was moved as bits is BF16
+        return cls.whole(storage, dtype, whole.shape)  # our own native: elements moved as bits are BF16
 
     @property
     def native(self) -> Any:
@@ -51,7 +51,7 @@ class CupyTensor(ArrayTensor):
 
     @property
     def place(self) -> Place:
-        """The device that the storage lies on."""
+        """The device of the storage."""
         return cast("Place", self.backend.places[self.storage.device])  # type: ignore[attr-defined]
 
     @property
@@ -65,7 +65,7 @@ class CupyTensor(ArrayTensor):
         return host.view(self.dtype.numpy)
 
     def __dlpack__(self, **options: Any) -> Any:
-        with self.place.work("dlpack"):  # the consumer is made to wait for the stream current here
+        with self.place.work("dlpack"):  # the consumer waits for the stream that is current here
             return super().__dlpack__(**options)
 
     def moved(self, place: Place) -> Self:
@@ -84,7 +84,7 @@ class CupyTensor(ArrayTensor):
             Storage(self.backend, target, source.size, source.nbytes, index), self.dtype, self.shape
         )
 
-    # What differs from NumPy.
+    # Differences from NumPy.
 
     def _bits(self, array: Any) -> Any:
         return array.view(_BITS) if array.dtype == DType.BF16.numpy else array
@@ -97,10 +97,9 @@ class CupyTensor(ArrayTensor):
         return self.wide()
 
     def _bridge(self, array: Any, source: DType, target: DType) -> Any:
-        """CuPy's narrow floats are C++ classes: nothing is left to how they convert but from and to F32.
-
-        Its kernels are compiled with ``-ftz=true``, for which subnormal numbers are 0: what is true of floats
-        are their bits but for the sign.
+        """CuPy's narrow floats are C++ classes, of which only the conversions from and to F32 are used. Its
+        kernels are compiled with ``-ftz=true``, which flushes subnormal numbers to 0, so a float is true if
+        its bits without the sign are not 0.
         """
         if target is DType.BOOL and source.is_float:
             return cupy.left_shift(array.view(np.uint32 if source is DType.F32 else _BITS), 1)
@@ -112,7 +111,7 @@ class CupyTensor(ArrayTensor):
         return indices.native if isinstance(indices, CupyTensor) else cupy.asarray(indices)
 
     def _order(self, x: Any, axis: int) -> Any:
-        return cupy.argsort(x, axis=axis)  # stable: it knows no other kind
+        return cupy.argsort(x, axis=axis)  # always stable
 
     def _largest(self, x: Any, k: int) -> Any:
         # A stable ascending sort of the reversed axis, read backwards: ties keep their order.
@@ -123,7 +122,7 @@ class CupyTensor(ArrayTensor):
         return erf(x)
 
     def _matmul(self, ctx: Any, other: Self) -> Self:
-        """Of F16 and BF16 as they lie: see products.py."""
+        """F16 and BF16 are read in place: see products.py."""
         left, right = self.bits(), other.bits()
         if self.dtype is DType.F32 or not (left.size and right.size):
             return super()._matmul(ctx, other)
@@ -136,7 +135,7 @@ class CupyTensor(ArrayTensor):
         columns = () if len(other.shape) == 1 else out.shape[-1:]
         return self._result(ctx, out.reshape((*batch, *rows, *columns)), self.dtype)
 
-    # What CuPy refuses, or leaves open, of arrays without elements.
+    # Empty arrays, which CuPy refuses or treats inconsistently.
 
     def _reduce(self, ctx: Any, op: str, axis: int, keepdims: bool) -> Self:
         if 0 not in self.shape:
@@ -167,18 +166,18 @@ class CupyTensor(ArrayTensor):
 
 @functools.lru_cache(maxsize=4096)
 def _byte_strides(shape: Shape, strides: Shape, itemsize: int) -> Shape:
-    """cuBLAS takes the stride of an axis of size 1 for a leading dimension: there it has to make sense."""
+    """cuBLAS uses the stride of an axis of size 1 as a leading dimension, so it must be valid."""
     usual = contiguous_strides(shape)
     chosen = (u if size == 1 else s for size, s, u in zip(shape, strides, usual, strict=True))
     return tuple(stride * itemsize for stride in chosen)
 
 
 _FAMILIES = ("_binary", "_unary", "_reduce", "_compare")
-"""Methods that are told which operation it is."""
+"""Methods with an argument for the operation."""
 
 
 def _placed(name: str) -> Callable[..., Any]:
-    """The method on the device of its context, operands from other devices moved there first."""
+    """Run the method on the device of its context, after moving operands from other devices."""
     method: Callable[..., Any] = getattr(CupyTensor, name)
 
     @functools.wraps(method)
@@ -193,7 +192,7 @@ def _placed(name: str) -> Callable[..., Any]:
 
 
 def _written(name: str) -> Callable[..., Any]:
-    """The method on the device of the destination."""
+    """Run the method on the device of the destination."""
     method: Callable[..., Any] = getattr(CupyTensor, name)
 
     @functools.wraps(method)

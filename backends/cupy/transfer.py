@@ -1,4 +1,4 @@
-"""Pages between CUDA devices and page-locked host memory, on streams of their own."""
+"""Pages between CUDA devices and page-locked host memory, on separate streams."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from backends.page_streams import PageStreams, StreamTransfer, runs
 from ml.errors import DeviceError
 
 LEAST = 4096
-"""Bytes; shorter runs are put together within the device."""
+"""Bytes; shorter runs are first gathered on the device."""
 
 
 class _Queue:
@@ -38,7 +38,7 @@ class _Queue:
                 yield
 
     def mark(self) -> Any:
-        # block: the thread that waits for it leaves the processor to others.
+        # block: a waiting thread yields the processor.
         event = cupy.cuda.Event(block=True, disable_timing=True)
         event.record(self._stream)
         return event
@@ -60,7 +60,7 @@ class CupyPages:
     """The pages of one backend."""
 
     def __init__(self, place: Place) -> None:
-        """``place``: where memory is locked that no tensor asks for."""
+        """``place``: the device for page-locked memory that is not requested for a tensor."""
         self._streams = PageStreams(_Queue)
         self.close = self._streams.close
         self._place = place
@@ -94,7 +94,7 @@ class CupyPages:
 def _out(tensor: CupyTensor, array: np.ndarray) -> None:
     source = tensor.bits()
     if _rows(source) is None:
-        source = cupy.ascontiguousarray(source)  # the stream's own: used again behind the copy
+        source = cupy.ascontiguousarray(source)  # belongs to the stream: reused only after the copy
     _copy(source, array, out=True)
 
 
@@ -109,7 +109,7 @@ def _in(array: np.ndarray, tensor: CupyTensor) -> None:
 
 
 def _source(array: np.ndarray, tensor: CupyTensor) -> np.ndarray:
-    """The array, or a copy without gaps where its rows are not those of the tensor."""
+    """The array, or a copy without gaps if its rows differ from those of the tensor."""
     if array.flags.c_contiguous or any(s < 0 or s % array.itemsize for s in array.strides):
         return np.ascontiguousarray(array)
     ours, theirs = _rows(tensor.bits()), _rows(array)
@@ -118,7 +118,7 @@ def _source(array: np.ndarray, tensor: CupyTensor) -> np.ndarray:
 
 
 def _rows(array: Any) -> tuple[int, int, int] | None:
-    """(rows, bytes of each, bytes from one to the next) of an array that lies in rows at even distances."""
+    """(rows, bytes per row, bytes between rows) of an array in evenly spaced rows."""
     size = array.dtype.itemsize
     strides = [stride // size for stride in array.strides]
     outer = runs(array.shape, strides, size, LEAST)
@@ -131,14 +131,14 @@ def _rows(array: Any) -> tuple[int, int, int] | None:
 
 
 def _copy(device: Any, host: np.ndarray, out: bool) -> None:
-    """One copy between a device's rows and a host array, without gaps or of rows like these."""
-    found = _rows(device)
-    if found is None:
-        raise DeviceError(f"page: {device.shape} with strides {device.strides} lies in no rows")
-    rows, width, pitch = found
+    """One copy between a device's rows and a host array that is contiguous or has the same rows."""
+    layout = _rows(device)
+    if layout is None:
+        raise DeviceError(f"page: {device.shape} with strides {device.strides} is not in evenly spaced rows")
+    rows, width, pitch = layout
     there = None if host.flags.c_contiguous else _rows(host)
     apart = width if there is None else there[2]
-    if rows == 1 and there is not None:  # what lies in one row is as many as the host has
+    if rows == 1 and there is not None:  # one device row is as many as the host has
         rows, width, _ = there
         pitch = width
     runtime = cupy.cuda.runtime

@@ -1,4 +1,4 @@
-"""Dtypes and host arrays, to MLX and back."""
+"""Conversion of dtypes and host arrays to MLX and back."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _NAMES = {native: dtype for dtype, native in MLX_DTYPES.items()}
 
 _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 BITS = {dtype: _UNSIGNED[dtype.itemsize] for dtype in MLX_DTYPES} | {DType.U8: mx.int8}
-"""An integer of the same size, and never the dtype itself: what carries the bits to the host."""
+"""A different integer dtype of the same size, which carries the bits to the host."""
 
 
 def from_mlx_dtype(op: str, native: Any) -> DType:
-    """The DType of the same bits; DTypeError where there is none."""
+    """The DType with the same bits. Raises DTypeError if there is none."""
     try:
         return _NAMES[native]
     except KeyError:
@@ -44,17 +44,17 @@ def from_mlx_dtype(op: str, native: Any) -> DType:
 
 
 def from_host(array: np.ndarray) -> mx.array:
-    """An MLX copy of a host array of any DType; it exists at once and belongs to no stream."""
-    backwards = min(array.strides, default=0) < 0  # C order to NumPy along an axis of 1, not to MLX
+    """An MLX copy of a host array of any DType; it is not lazy and belongs to no stream."""
+    backwards = min(array.strides, default=0) < 0  # NumPy ignores it on axes of size 1
     return mx.array(np.array(array, order="C") if backwards else np.asarray(array, order="C"))
 
 
 def scalar(value: float, dtype: DType) -> np.ndarray:
-    """A number in a dtype, rounded as NumPy does; beyond the range of a float it is infinite."""
+    """A number in a dtype, rounded as by NumPy; infinite beyond the range of a float."""
     with np.errstate(all="ignore"):
         return np.asarray(value).astype(dtype.numpy)
 
 
 def to_host(array: mx.array, dtype: DType) -> np.ndarray:
-    """A host copy in C order of an array that shows the bits of ``dtype``."""
+    """A host copy in C order of an array, with the bits of ``dtype``."""
     return np.array(array, order="C").view(dtype.numpy)

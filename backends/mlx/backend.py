@@ -39,11 +39,10 @@ from ml.strided import Shape, check_ndim, contiguous_strides, overlaps_itself
 
 
 class MlxBackend(BaseBackend):
-    """``open_backend("mlx", device=None, dtype=DType.F32)``; device "gpu" or "cpu", None: the best there is.
+    """``open_backend("mlx", device=None, dtype=DType.F32)``; device "gpu" or "cpu", None: the best available.
+    ``devices=["gpu"], layers=32`` is equivalent; several devices are refused.
 
-    ``devices=["gpu"], layers=32`` says the same; several devices are refused.
-
-    ``work``: the stream that everything runs on, and when it is handed over.
+    ``work``: the stream on which everything runs, and its pending work.
     """
 
     def __init__(
@@ -54,13 +53,15 @@ class MlxBackend(BaseBackend):
         layers: int | None = None,
     ) -> None:
         target = _device(only_device("mlx", device, devices, layers))
-        if target.type == mx.gpu:  # MLX looks when it first multiplies; what the contract says is F32
+        if target.type == mx.gpu:  # MLX reads it at its first product; the contract requires F32
             os.environ.setdefault("MLX_ENABLE_TF32", "0")
         super().__init__("mlx", (_device_info(target),), dtype)
         memory = _total_memory(self.devices[0].kind) or sys.maxsize
         self.work = MlxWork(target.type == mx.gpu, memory)
         self.fused_rope = target.type == mx.gpu
-        """On the CPU mx.fast.rope is slower than the generic body, whose tables serve all layers."""
+        """On the CPU, mx.fast.rope is slower than the generic implementation, whose tables are shared by all
+        layers.
+        """
         self.group: BaseGroup | None = None
 
     def _new_context(self, max_graph_nodes: int) -> MlxContext:
@@ -69,7 +70,7 @@ class MlxBackend(BaseBackend):
     # Capabilities.
 
     def distributed(self, timeout: float = 60.0) -> BaseGroup:
-        """See ``ml.SupportsDistributed``. MLX joins once per process, all groups are the same ranks."""
+        """See ``ml.SupportsDistributed``. MLX joins once per process, so all groups have the same ranks."""
         self.check("distributed")
         if self.group is not None and not self.group.closed:
             raise GroupError(f"distributed: {self.group!r} is open on this backend; close it first")
@@ -86,7 +87,7 @@ class MlxBackend(BaseBackend):
         return MlxQuantizedStore.over(self, self.work, (*key, *value), formats)
 
     def borrow(self, ctx: Any, array: np.ndarray) -> BaseTensor:
-        """See ``ml.SupportsHostMemory``. Always a copy: MLX has no arrays over memory of others."""
+        """See ``ml.SupportsHostMemory``. Always a copy: MLX has no arrays over foreign memory."""
         copied: BaseTensor = ctx.from_numpy(array, DType.from_numpy(array.dtype))
         return copied
 
@@ -146,7 +147,7 @@ class MlxBackend(BaseBackend):
             return partial_in_blocks(ctx, body, query, key, value, mask)
 
     def attention_calls(self, ctx: Any, *call: Any) -> None:
-        """See ``ml.SupportsPartialAttention``. None: a lazy graph has nothing to gain from one step."""
+        """See ``ml.SupportsPartialAttention``. None: a lazy graph gains nothing from it."""
 
     def ragged_attention(
         self,
@@ -159,7 +160,7 @@ class MlxBackend(BaseBackend):
         sinks: Any = None,
         formats: tuple[str, str] | None = None,
     ) -> Any:
-        """See ``ml.SupportsRaggedAttention``. On the CPU of affine groups alone."""
+        """See ``ml.SupportsRaggedAttention``. On the CPU only for affine groups."""
         ctx.check("ragged_attention")
         if formats is None and self.devices[0].kind == "cpu":
             return None
@@ -190,7 +191,7 @@ class MlxBackend(BaseBackend):
         )
 
     def close(self) -> None:
-        """Frees the arrays of all tensors, held or not, and MLX's cache of freed buffers."""
+        """Free the arrays of all tensors, even referenced ones, and MLX's cache of freed buffers."""
         with self.work.lock:
             if self.closed:
                 return
@@ -204,20 +205,20 @@ class MlxBackend(BaseBackend):
                 self.group.close()
             self.work.discard()
             self.allocations.clear()
-            if whole:  # a stream that waits for a rank that is lost would not let go of it
+            if whole:  # a stream that waits for a lost rank would keep it
                 mx.clear_cache()
 
 
 class MlxContext(BaseContext):
-    """Creation of tensors. ``forward`` has nothing to remember: the backend knows all that is pending."""
+    """Creation of tensors. ``forward`` records nothing, since the backend knows all pending work."""
 
     backend: MlxBackend
 
     def _own(self, array: Any, dtype: DType) -> MlxTensor:
-        """A new storage, in C order, around an array that no one else holds."""
+        """A new storage, in C order, around an array without other references."""
         storage = MlxStorage.around(self.backend, self.backend.work, array, raw=False)
         if storage.nbytes >= WAIT_BYTES:
-            self.backend.work.flush()  # take the memory now: its lack shows here, the first write finds it
+            self.backend.work.flush()  # allocate now, so that a lack of memory shows here
         return MlxTensor.whole(storage, dtype, storage.shape)
 
     def _empty(self, shape: Shape, dtype: DType) -> MlxTensor:
@@ -234,8 +235,9 @@ class MlxContext(BaseContext):
             return self._own(from_host(array), dtype)
 
     def _from_native(self, array: Any) -> MlxTensor:
-        """The array of the moment: MLX's ``x[...] = y`` gives the Python object another array,
-        which this tensor does not see; nor does a write through the tensor change ``array``."""
+        """The current value: MLX's ``x[...] = y`` gives the Python object a new array, which this tensor does
+        not see; neither does a write through the tensor change ``array``.
+        """
         if not isinstance(array, mx.array):
             raise DTypeError(f"from_native: {type(array).__name__} is not an mlx.core.array; use from_numpy")
         dtype = from_mlx_dtype("from_native", array.dtype)
@@ -243,12 +245,12 @@ class MlxContext(BaseContext):
         if array.size > SIZE_LIMIT:
             raise DeviceError(f"from_native: {array.size} elements; views support at most {SIZE_LIMIT}")
         with self.backend.work.lock, device_errors("from_native"):
-            schedule(array)  # here: pending work of another stream may be bound to this thread
+            schedule(array)  # in this thread, to which pending work of another stream may be bound
             storage = MlxStorage(self.backend, self.backend.work, array.__copy__(), owned=False)
         return MlxTensor(storage, dtype, 0, storage.shape, contiguous_strides(storage.shape))
 
     def _compute(self, tensors: tuple[BaseTensor, ...]) -> None:
-        """Hand everything that is pending to the stream. Waiting is left to whoever reads the result."""
+        """Submit all pending work to the stream; readers of results wait."""
         self.backend.work.flush(
             *(tensor.storage.array for tensor in tensors if isinstance(tensor, MlxTensor))
         )

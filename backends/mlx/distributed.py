@@ -1,8 +1,7 @@
-"""Ranks joined by mx.distributed: a ring of TCP connections, or what else mlx.launch has prepared.
-
-MLX waits for other ranks without a limit, somewhere inside of an evaluation. So whoever waits for the
-stream says so (``MlxGroup.waiting``), and a thread cuts the ring's connections when that takes too long:
-MLX then fails the evaluation as it does when a rank has ended, in the thread that waits.
+"""Ranks joined by mx.distributed: a ring of TCP connections, or another transport of mlx.launch. MLX waits
+for other ranks without a time limit, inside an evaluation. So waits for the stream are announced
+(``MlxGroup.waiting``), and a thread closes the ring's connections when one takes too long: MLX then fails the
+evaluation in the waiting thread, as when a rank has ended.
 """
 
 from __future__ import annotations
@@ -28,20 +27,22 @@ from ml.errors import GroupError
 
 _NARROW = (DType.F16, DType.BF16)
 _SETTLING = 0.2
-"""Seconds for the others to come to where they wait: MLX may never end an exchange begun after the cut."""
+"""Seconds for the others to begin their wait: MLX may never end an exchange begun after the connections are
+closed.
+"""
 _TICKS = 20
-"""How often a limit is looked at before it is over."""
+"""The number of times that a limit is checked before it expires."""
 
 
 def join(backend: BaseBackend, work: MlxWork, timeout: float) -> BaseGroup:
-    """The ranks that mlx.launch, or whoever sets its variables, has started; else this process alone."""
+    """The group of ranks started by mlx.launch, or with its variables; without them, this process alone."""
     seconds = check_timeout(timeout)
     rank = os.environ.get("MLX_RANK", "")
     if not rank:
         return SoloGroup(backend, seconds)
     ring = bool(os.environ.get("MLX_HOSTFILE"))
     hosts = ring_hosts() if ring else []
-    if len(hosts) == 1:  # no ring can be made of it
+    if len(hosts) == 1:  # too few for a ring
         return SoloGroup(backend, seconds)
     until = time.monotonic() + seconds
     if ring:
@@ -67,7 +68,9 @@ def _number(rank: str, size: int) -> int:
 
 
 class MlxGroup(BaseGroup):
-    """Operations are handed to the stream as they are called, so that all ranks run them in one order."""
+    """Operations are submitted to the stream when they are called, so that all ranks run them in the same
+    order.
+    """
 
     def __init__(
         self,
@@ -80,7 +83,7 @@ class MlxGroup(BaseGroup):
         super().__init__(backend, native.rank(), native.size(), timeout)
         self._native = native
         on_cpu = backend.devices[0].kind == "cpu"
-        self._stream = work.stream if on_cpu else _cpu_stream()  # the engine works in host memory
+        self._stream = work.stream if on_cpu else _cpu_stream()  # MLX communicates in host memory
         self._last: Any = None
         self._watch = _Watch(timeout, connections)
 
@@ -105,7 +108,7 @@ class MlxGroup(BaseGroup):
             mx.eval(mx.distributed.all_sum(token, group=self._native, stream=self._stream))
 
     def _scheduled(self, op: str, result: MlxTensor) -> MlxTensor:
-        """Hand it over, and wait for the one before: a wait is then for one exchange at a time."""
+        """Submit an exchange after waiting for the previous one, so that each wait covers only one."""
         array = result.read()
         result.storage.work.flush(array)
         before, self._last = self._last, array
@@ -116,7 +119,7 @@ class MlxGroup(BaseGroup):
 
     @contextlib.contextmanager
     def waiting(self, op: str) -> Iterator[None]:
-        """Around what waits for the stream: for no longer than the limit, and with GroupError after it."""
+        """A context for waits for the stream, which raises GroupError after the limit."""
         if self.failed:
             self._check_open(op)
         with self._watch:
@@ -128,10 +131,8 @@ class MlxGroup(BaseGroup):
                 raise
 
     def finish(self, stream: Any) -> bool:
-        """Whether all that the stream has been given is done; waits for it, but not longer than the limit.
-
-        Nor where a rank is lost: MLX fails one exchange when a connection is cut, and may wait for the next
-        one for ever.
+        """Whether all work of the stream is done, after waiting at most the limit. It does not wait if a rank
+        is lost: MLX fails one exchange when a connection closes, and may wait forever for the next.
         """
         if self.failed:
             return False
@@ -150,10 +151,8 @@ class MlxGroup(BaseGroup):
 
 
 class _Watch:
-    """Cuts connections once somebody has been inside of ``with watch`` for longer than ``limit`` seconds.
-
-    Time is counted in ticks of its own thread, so that the time for which this process was stopped, and
-    everything in it, does not count.
+    """Closes connections when a thread has been inside ``with watch`` for longer than ``limit`` seconds. Time
+    is counted in ticks of its own thread, so that time while the whole process is stopped does not count.
     """
 
     def __init__(self, limit: float, connections: list[socket.socket]) -> None:
@@ -202,9 +201,9 @@ class _Watch:
 
 
 def _connections(hosts: list[list[str]], rank: int) -> list[socket.socket]:
-    """The ring's connections to the ranks before and after this one, found by the ports of the hostfile."""
+    """The ring's connections to the previous and next rank, identified by the ports in the hostfile."""
     local, remote = (_ports(hosts[index % len(hosts)]) for index in (rank, rank + 1))
-    found: list[socket.socket] = []
+    connections: list[socket.socket] = []
     for name in os.listdir("/dev/fd"):  # noqa: PTH208
         try:
             connection = socket.socket(fileno=os.dup(int(name)))
@@ -215,10 +214,10 @@ def _connections(hosts: list[list[str]], rank: int) -> list[socket.socket]:
         except (OSError, IndexError, TypeError):
             ours = False
         if ours:
-            found.append(connection)
+            connections.append(connection)
         else:
             connection.close()
-    return found
+    return connections
 
 
 def _ports(addresses: list[str]) -> set[int]:

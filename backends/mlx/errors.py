@@ -1,4 +1,4 @@
-"""MLX's own errors as those of the contract."""
+"""Translates MLX's errors into those of the contract."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ MLX_ERRORS = (RuntimeError, ValueError, TypeError, OverflowError, MemoryError)
 
 
 class device_errors:  # noqa: N801
-    """Turn what MLX raises in the block into DeviceError. A generator would take a microsecond more."""
+    """Turn errors of MLX in the block into DeviceError. A class, since a generator takes a microsecond
+    more.
+    """
 
     __slots__ = ("op",)
 
@@ -28,7 +30,7 @@ class device_errors:  # noqa: N801
 
 
 def translated(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method with the same translation; in line, since it runs with every operation."""
+    """Wrap a method with the same translation; inlined, since it runs for every operation."""
     op = name.lstrip("_")
 
     @functools.wraps(method)

@@ -1,7 +1,7 @@
 """The storage formats of caches in MLX's operations, bit for bit: see ``ml.SupportsKVStorage``.
 
-Affine groups are MLX's own. On a CPU its numbers are those of every backend; its kernels for devices round
-halves their own way.
+Affine groups are MLX's own format. On a CPU its numbers equal those of every backend; its device kernels may
+round halves differently.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLOCK = 32
 
 
 def encoded(x: MlxTensor, name: str) -> tuple[MlxTensor, ...] | None:
-    """The parts of floats (..., dim); None for a format that is not known here."""
+    """The parts of floats (..., dim); None for an unknown format."""
     work = x.storage.work
     with work.lock, work.on_stream:
         if name in ("Q8_0", "Q4_0"):
@@ -50,16 +50,16 @@ def decoded(parts: Sequence[MlxTensor], name: str) -> MlxTensor | None:
             return None
         bits, group = AFFINE[name]
         scale, bias = (mx.astype(one, mx.float32) for one in scales)
-        if not codes.size:  # which MLX does not reshape
+        if not codes.size:  # MLX cannot reshape empty arrays
             return parts[0].wrap(mx.zeros((*codes.shape[:-1], codes.shape[-1] * 32 // bits)), DType.F32)
-        found = mx.dequantize(mx.view(codes, mx.uint32), scale, bias, group, bits)
-        return parts[0].wrap(found, DType.F32)
+        values = mx.dequantize(mx.view(codes, mx.uint32), scale, bias, group, bits)
+        return parts[0].wrap(values, DType.F32)
 
 
 def blocks_of(values: Any, eight: bool) -> tuple[Any, Any]:
-    """GGML's Q8_0 where ``eight``, else its Q4_0; on the stream that is current."""
+    """GGML's Q8_0 where ``eight``, else its Q4_0; on the current stream."""
     *outer, dim = values.shape
-    if not values.size:  # of which MLX finds no largest
+    if not values.size:  # MLX has no maximum of empty arrays
         codes = mx.zeros((*outer, dim if eight else dim // 2), mx.int8 if eight else mx.uint8)
         return codes, mx.zeros((*outer, dim // BLOCK), mx.float16)
     blocks = mx.reshape(mx.astype(values, mx.float32), (*outer, dim // BLOCK, BLOCK))
@@ -69,7 +69,7 @@ def blocks_of(values: Any, eight: bool) -> tuple[Any, Any]:
         codes = mx.astype(scaled + mx.sign(scaled) * 0.5, mx.int8)  # half away from 0
     else:
         peak = mx.argmax(mx.abs(blocks), axis=-1, keepdims=True)
-        scale = (mx.take_along_axis(blocks, peak, axis=-1) + 0.0) * (-1 / 8)  # of -0.0 as of 0
+        scale = (mx.take_along_axis(blocks, peak, axis=-1) + 0.0) * (-1 / 8)  # -0.0 becomes 0.0
         whole = mx.astype(mx.clip(blocks * _inverse(scale) + 8.5, 0, 15), mx.uint8)
         codes = whole[..., : BLOCK // 2] | (whole[..., BLOCK // 2 :] << 4)
     codes = mx.reshape(codes, (*outer, codes.shape[-1] * (dim // BLOCK)))
@@ -79,7 +79,7 @@ def blocks_of(values: Any, eight: bool) -> tuple[Any, Any]:
 def _from_blocks(codes: Any, scales: Any, eight: bool) -> Any:
     *outer, count = scales.shape
     stored = mx.reshape(codes, (*outer, count, codes.shape[-1] // count))
-    if not eight:  # bytes, which are fewer than the floats will be: what is below 0 wraps
+    if not eight:  # bytes are smaller than floats; negative ones wrap
         halves = mx.concatenate([stored & 15, stored >> 4], axis=-1)
         stored = mx.view(halves - mx.array(8, mx.uint8), mx.int8)
     values = mx.astype(stored, mx.float32) * mx.expand_dims(mx.astype(scales, mx.float32), -1)
@@ -87,9 +87,11 @@ def _from_blocks(codes: Any, scales: Any, eight: bool) -> Any:
 
 
 def _inverse(scale: Any) -> Any:
-    """1 / scale, and 0 where that is not finite: an integer of infinity is another on each processor."""
-    found = mx.reciprocal(scale)
-    return mx.where(mx.isfinite(found), found, 0.0)
+    """1 / scale, and 0 if that is not finite, since casting infinity to an integer depends on the
+    processor.
+    """
+    reciprocal = mx.reciprocal(scale)
+    return mx.where(mx.isfinite(reciprocal), reciprocal, 0.0)
 
 
 def _to_float8(x: MlxTensor) -> tuple[MlxTensor, MlxTensor]:

@@ -1,6 +1,6 @@
 """Attention, rotary embedding and grouped products through MLX's fused kernels.
 
-Those do not tell the log-sum-exp of attention over part of a history: that is products and a softmax here.
+They do not return a log-sum-exp, so partial attention uses products and a softmax.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def attention(
 ) -> MlxTensor:
     """``mx.fast.scaled_dot_product_attention``: grouped queries without repeating the keys.
 
-    The views go in as they are, head by head, so that a head-major history is not copied on a GPU.
+    The views are passed unchanged, head by head, so that a head-major history is not copied on a GPU.
     On the CPU F16 and BF16 are widened: its kernels round the scores to the narrow dtype, and for
     F16 take twice as long. Contract and shapes: ``ml.SupportsAttention``.
     """
@@ -42,7 +42,7 @@ def attention(
     dtype = mx.float32 if query.storage.work.widens else query.read().dtype
     stream = query.storage.work.stream
     q, k, v = (mx.astype(_by_head(x), dtype, stream=stream) for x in (query, key, value))
-    if query.storage.work.widens:  # it would copy rows that lie apart for each query head again
+    if query.storage.work.widens:  # it would copy strided rows once for each query head
         k, v = (
             x if like.strides[0] == like.shape[2] else mx.contiguous(x, stream=stream)
             for x, like in ((k, key), (v, value))
@@ -64,7 +64,9 @@ def attention(
 
 
 def _by_head(x: MlxTensor) -> Any:
-    """(batch, tokens, heads, size) as MLX wants it: (batch, heads, tokens, size); without a batch, of 1."""
+    """(batch, tokens, heads, size) in MLX's order (batch, heads, tokens, size), with a batch of 1 if there is
+    none.
+    """
     *batch, tokens, heads, size = x.shape
     *step, row, head, one = x.strides
     return x.storage.read(
@@ -73,17 +75,15 @@ def _by_head(x: MlxTensor) -> Any:
 
 
 def _mask(mask: Any, tokens: int, dtype: Any, stream: Any) -> Any:
-    """MLX's "causal" is bottom-right aligned, as ours is; a mask array has to be of the queries' dtype."""
+    """MLX's "causal" is bottom-right aligned, like ours; a mask array must have the queries' dtype."""
     if mask is None or mask is CAUSAL:
         return None if mask is None else "causal"
     return mx.astype(mask.part(0, 0, tokens).read(), dtype, stream=stream)
 
 
 def rope(x: MlxTensor, positions: MlxTensor, spec: RopeSpec) -> MlxTensor | None:
-    """``mx.fast.rope``, each token a batch row with an offset of its own: positions need not follow on.
-
-    None for YaRN's temperature, which the kernel does not apply, and where MLX is too old for an
-    offset per row.
+    """``mx.fast.rope`` with each token as a batch row with its own offset, for arbitrary positions. None for
+    YaRN's temperature, which the kernel does not apply, and if MLX is too old for an offset per row.
     """
     if spec.attention_factor != 1.0 or 0 in x.shape:
         return None
@@ -106,26 +106,25 @@ def rope(x: MlxTensor, positions: MlxTensor, spec: RopeSpec) -> MlxTensor | None
 
 
 def grouped_matmul(x: MlxTensor, weight: MlxTensor, groups: MlxTensor) -> MlxTensor | None:
-    """``mx.gather_mm``, told that the rows are in the order of their matrices.
-
-    None on the CPU for F16 and BF16, where all matrices would be widened for the few that are asked for.
+    """``mx.gather_mm`` with rows sorted by matrix. None on the CPU for F16 and BF16, where all matrices would
+    be widened for the few that are needed.
     """
     work, (rows, size) = x.storage.work, x.shape
     if 0 in (rows, *weight.shape) or (work.widens and x.dtype is not DType.F32):
         return None
-    found = mx.gather_mm(
+    product = mx.gather_mm(
         mx.reshape(x.read(), (rows, 1, size), stream=work.stream),
         weight.read(),
         rhs_indices=groups.read(),
         sorted_indices=True,
         stream=work.stream,
     )
-    return x.wrap(mx.reshape(found, (rows, weight.shape[2]), stream=work.stream))
+    return x.wrap(mx.reshape(product, (rows, weight.shape[2]), stream=work.stream))
 
 
 @functools.lru_cache(maxsize=64)
 def _periods(spec: RopeSpec) -> Any:
-    """What MLX calls freqs: positions per radian of each pair."""
+    """MLX's freqs: positions per radian of each pair."""
     return from_host((1.0 / spec.inverse_frequencies).astype(np.float32))
 
 
@@ -134,7 +133,7 @@ def partial_attention(
 ) -> tuple[MlxTensor, MlxTensor]:
     """See ``ml.SupportsPartialAttention``. The queries of a KV head are rows of one product.
 
-    The softmax is in F32; on the CPU the products too, as in ``attention``.
+    The softmax is in F32; on the CPU also the products, as in ``attention``.
     """
     work = query.storage.work
     with work.lock, work.on_stream:
@@ -142,7 +141,7 @@ def partial_attention(
         group = heads // kv_heads
         native = query.read()
         dtype = mx.float32 if work.widens else native.dtype
-        # (batch, kv_heads, group, tokens): the axes that a mask has come last.
+        # (batch, kv_heads, group, tokens): the axes of a mask come last.
         rows = mx.reshape(native, (batch, tokens, kv_heads, group, size)).transpose(0, 2, 3, 1, 4)
         rows = mx.reshape(mx.astype(rows, dtype) * scale, (batch, kv_heads, group * tokens, size))
         k, v = (mx.astype(_by_head(x), dtype) for x in (key, value))
@@ -156,7 +155,7 @@ def partial_attention(
         total = mx.sum(weights, axis=-1, keepdims=True)
         if dtype == mx.float32:
             out = (weights @ v) / total
-        else:  # a sum over many values may be beyond the dtype, an average is not
+        else:  # a sum over many values may overflow the dtype, an average does not
             out = mx.astype(weights / total, dtype) @ v
         lse = mx.log(total) + top
         out = mx.reshape(out, (batch, kv_heads, group, tokens, v_dim)).transpose(0, 3, 1, 2, 4)
@@ -166,7 +165,7 @@ def partial_attention(
 
 
 def _bias(mask: Any, tokens: int, history: int) -> Any:
-    """What is added to scores (batch, kv_heads, group, tokens, history)."""
+    """The bias added to scores (batch, kv_heads, group, tokens, history)."""
     if isinstance(mask, CausalMask):
         sees = mx.arange(history) <= mx.arange(history - tokens, history)[:, None]
         return mx.where(sees, mx.array(0.0), mx.array(-mx.inf))

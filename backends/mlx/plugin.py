@@ -1,4 +1,4 @@
-"""The plugin record of the MLX backend; nothing here imports MLX before it is asked to."""
+"""The plugin record of the MLX backend; MLX is imported only by ``probe`` and ``open``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def open_mlx(
 
 
 def mlx_launch(size: int) -> Sequence[str]:
-    """On ports of its own: mlx.launch takes the same ones each time."""
+    """The launcher with free ports, since mlx.launch always uses the same ones."""
     beside = shutil.which("mlx.launch", path=str(Path(sys.executable).parent))
     port = free_ports(size)[0]
     return [beside or "mlx.launch", f"--repeat-hosts={size}", f"--starting-port={port}", "--"]
@@ -41,7 +41,7 @@ def mlx_launch(size: int) -> Sequence[str]:
 
 @hookimpl
 def ml_backend() -> BackendSpec:
-    """On a Mac it is what runs fastest; elsewhere PyTorch goes first."""
+    """MLX is the fastest backend on a Mac; elsewhere PyTorch has priority."""
     priority = 60 if sys.platform == "darwin" else 40
     hint = "pip install 'ml-kvcache[mlx]'"
     return BackendSpec("mlx", priority, ("mlx",), hint, probe, open_mlx, launcher=mlx_launch)

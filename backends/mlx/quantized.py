@@ -1,4 +1,4 @@
-"""Attention over affine groups as they lie, by MLX's own products of quantized matrices."""
+"""Attention over affine groups in place, with MLX's products of quantized matrices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from backends.mlx.tensor import MlxTensor
 
 MOST = 8
-"""Segments of a plan, each of which takes some dozen operations."""
+"""The most segments of a plan, each of which takes some dozen operations."""
 
 
 def quantized_attention(
@@ -37,7 +37,7 @@ def quantized_attention(
     if any(name not in AFFINE for name in formats) or len(plan.segments) > MOST:
         return None
     if not (work.widens or mx.metal.is_available()):
-        return None  # MLX 0.32 has no product of quantized matrices for some of these shapes on CUDA
+        return None  # on CUDA, MLX 0.32 lacks quantized products for some of these shapes
     with work.lock, work.on_stream:
         keys, values = _Groups(key, formats[0]), _Groups(value, formats[1])
         tokens, heads, size = query.shape
@@ -77,7 +77,7 @@ class _Groups:
         return int(self.parts[0].shape[2]) * 32 // AFFINE[self.name][0]
 
     def product(self, x: Any, rows: tuple[int, int] | np.ndarray, transpose: bool) -> Any:
-        """x (kv_heads, n, dim or rows) times those rows, transposed or not."""
+        """x (kv_heads, n, dim or rows) times these rows, transposed or not."""
         bits, group = AFFINE[self.name]
         words, *rest = (_by_head(part, rows) for part in self.parts)
         scales, biases = (mx.astype(one, mx.float32) for one in rest)
@@ -96,7 +96,7 @@ def _by_head(part: MlxTensor, rows: tuple[int, int] | np.ndarray) -> Any:
 
 
 def _attend(plan: RaggedPlan, segment: int, query: Any, keys: _Groups, values: _Groups) -> tuple[Any, Any]:
-    """Which queries read a segment (None: all in order), and their sums, highest scores and weights."""
+    """The queries that read a segment (None: all in order), with their sums, highest scores and weights."""
     gathered, start, length, first, stop = plan.segments[segment].tolist()
     who, begin, end = plan.readers[first:stop].T
     rows = plan.index[start : start + length] if gathered else (start, length)
@@ -114,12 +114,12 @@ def _attend(plan: RaggedPlan, segment: int, query: Any, keys: _Groups, values: _
     totals = mx.sum(weights, axis=-1, keepdims=True)
     out = values.product(mx.reshape(weights, (heads, count * group, length)), rows, False)
     out = mx.reshape(out, (heads, count, group, values.dim))
-    found = tuple(part.transpose(1, 0, 2, 3) for part in (out, tops, totals))
-    return (None if everyone else from_host(np.ascontiguousarray(who))), found
+    partial = tuple(part.transpose(1, 0, 2, 3) for part in (out, tops, totals))
+    return (None if everyone else from_host(np.ascontiguousarray(who))), partial
 
 
 def _merge(one: Any, other: Any) -> Any:
-    """Sums, highest scores and weights of two parts as those of both."""
+    """Merge sums, highest scores and weights of two parts."""
     top = mx.maximum(one[1], other[1])
     shares = mx.exp(one[1] - top), mx.exp(other[1] - top)
     sums, totals = (one[i] * shares[0] + other[i] * shares[1] for i in (0, 2))

@@ -1,4 +1,4 @@
-"""Attention of a ragged batch as kernels of MLX's own making: Metal, and CUDA where MLX was built for it."""
+"""Attention of a ragged batch with custom MLX kernels, for Metal and, if MLX was built for it, CUDA."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _OUTPUTS = {"ragged_parts": ["sums", "stats"], "ragged_merge": ["out"]}
 
 @functools.lru_cache(maxsize=128)
 def _kernel(name: str, shape: Shape) -> Any:
-    """MLX tells kernels apart by name and template, not by source: the name has all that was defined."""
+    """MLX distinguishes kernels by name and template, not by source, so the name contains all definitions."""
     metal = mx.metal.is_available()
     make = mx.fast.metal_kernel if metal else mx.fast.cuda_kernel
     body = _STRIDES + PARTS if name == "ragged_parts" else MERGE
@@ -65,7 +65,7 @@ def _kernel(name: str, shape: Shape) -> Any:
         output_names=_OUTPUTS[name],
         source=(_METAL_PLACE if metal else _CUDA_PLACE) + body,
         header=shape.defines + _COMMON + (_METAL if metal else _CUDA),
-        ensure_row_contiguous=False,  # keys and values are read where they lie
+        ensure_row_contiguous=False,  # keys and values are read in place
     )
 
 

@@ -1,6 +1,5 @@
-"""Where a view lies in its storage, as MLX's slice update and scatter want to know it.
-
-Pure arithmetic, remembered: all layers of a cache ask the same questions in one step.
+"""The place of a view in its storage, for MLX's slice update and scatter. Pure arithmetic, cached, since all
+layers of a cache need the same results in a step.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from ml.strided import Shape, base_of, contiguous_strides, regular_region
 class Region(NamedTuple):
     """A view as the block ``base[start : start + sizes]``.
 
-    ``base`` is the storage's shape, or another of as many elements. ``sources[k]`` is the view
-    axis that lies along base axis k, -1 where the block is one wide. ``axes`` are those where the
-    block is narrower than the base, and ``start`` (an ``mx.array``) says where it begins on them.
+    ``base`` is the storage's shape, or another shape with as many elements. ``sources[k]`` is the view axis
+    along base axis k, -1 if the block has width 1 there. ``axes`` are those on which the block is narrower
+    than the base, and ``start`` (an ``mx.array``) is its beginning on them.
     """
 
     base: Shape
@@ -45,7 +44,7 @@ class RowRegion(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def may_overlap(shape: Shape, strides: Shape) -> bool:
-    """Whether steps along the axes reach one another, repeated elements (stride 0) aside."""
+    """Whether different indices may refer to the same element, apart from strides of 0."""
     reach = 0
     for stride, size in sorted((s, n) for n, s in zip(shape, strides, strict=True) if n > 1 and s):
         if stride <= reach:
@@ -56,12 +55,12 @@ def may_overlap(shape: Shape, strides: Shape) -> bool:
 
 @lru_cache(maxsize=4096)
 def region_of(allocated: Shape, offset: int, shape: Shape, strides: Shape) -> Region | None:
-    """The block that a view is, or None where it is none. The view is not empty."""
+    """A non-empty view as a block, or None if it is not one."""
     for base in (allocated or (1,), base_of(math.prod(allocated), shape, strides)):
-        found = None if base is None else regular_region(base, offset, shape, strides)
-        if base is None or found is None or any(part.step != 1 for part in found[0]):
+        region = None if base is None else regular_region(base, offset, shape, strides)
+        if base is None or region is None or any(part.step != 1 for part in region[0]):
             continue
-        slices, placed = found
+        slices, placed = region
         sizes = tuple(part.stop - part.start for part in slices)
         axes = tuple(k for k, size in enumerate(sizes) if size != base[k]) or (0,)
         start = mx.array([slices[k].start for k in axes], mx.int32)
@@ -71,11 +70,11 @@ def region_of(allocated: Shape, offset: int, shape: Shape, strides: Shape) -> Re
 
 @lru_cache(maxsize=4096)
 def row_region_of(allocated: Shape, offset: int, shape: Shape, strides: Shape, axis: int) -> RowRegion | None:
-    """How rows along ``axis`` of a view lie in the storage, where each is a whole layer of it."""
-    found = regular_region(allocated, offset, shape, strides)
-    if found is None or found[1][axis] < 0:
+    """The place of rows along ``axis`` of a view in the storage, if each is a whole layer of it."""
+    region = regular_region(allocated, offset, shape, strides)
+    if region is None or region[1][axis] < 0:
         return None
-    slices, placed = found
+    slices, placed = region
     along = placed[axis]
     if any(
         part != slice(0, n, 1)
@@ -97,7 +96,7 @@ def _inverse(ndim: int, placed: Shape) -> Shape:
 
 @lru_cache(maxsize=4096)
 def is_contiguous(shape: Shape, strides: Shape) -> bool:
-    """Whether the strides are those of a C-contiguous tensor; of axes of size 1 they do not matter."""
+    """Whether the strides are those of a C-contiguous tensor, ignoring axes of size 1."""
     wanted = contiguous_strides(shape)
     return all(size == 1 or a == b for size, a, b in zip(shape, strides, wanted, strict=True))
 

@@ -1,9 +1,9 @@
 """Waiting for the other ranks of a ring before MLX is asked to join them.
 
-MLX joins in one call, which waits for the rank before this one without a limit, tries the rank after it for
-15 seconds, and lets no other thread of Python run. So the ranks meet here first, on the same addresses: each
-listens on its own and connects to the next one's, and two messages go around the ring. The first says that
-all are there; the second that the addresses are free again, so that MLX may take them.
+MLX joins in one call, which waits for the previous rank without a limit, tries the next rank for 15 seconds,
+and blocks all Python threads. So the ranks meet here first, on the same addresses: each listens on its own
+and connects to the next one, and two messages go around the ring. The first confirms that all ranks are
+present; the second that the addresses are free again for MLX.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ from collections.abc import Iterator, Sequence
 from ml.errors import GroupError
 
 JOINING = 5.0
-"""Seconds that MLX has at least, once all ranks have met. It takes one that comes too early a second."""
+"""The least seconds for MLX after all ranks have met. A rank that is too early takes a second."""
 
 _STEP = 0.05
 """Seconds between two tries to reach the next rank."""
 _LEAD = 0.05
-"""Seconds that the last rank, which MLX has connect first, leaves the others to listen: or it waits for 1."""
+"""Seconds before the last rank, which connects first, so that the others listen; otherwise it waits for 1
+s.
+"""
 _ALL_HERE, _FREE = b"h", b"f"
 
 
 def rendezvous(hosts: Sequence[Sequence[str]], rank: int, seconds: float) -> None:
     """Return when all ranks, whose addresses "host:port" ``hosts`` lists, have called this.
 
-    Raises GroupError after ``seconds``, or as soon as one that was there has gone: it says which.
+    Raises GroupError after ``seconds``, or as soon as a connected rank disconnects; the message names the
+    rank.
     """
     began = time.monotonic()
     with contextlib.ExitStack() as opened:
@@ -46,7 +49,7 @@ def rendezvous(hosts: Sequence[Sequence[str]], rank: int, seconds: float) -> Non
 
 
 class _Ring:
-    """The connections of one rank: ``left`` hears from the one before it, ``right`` tells the next."""
+    """The connections of one rank: ``left`` receives from the previous rank, ``right`` sends to the next."""
 
     def __init__(
         self,
@@ -74,12 +77,14 @@ class _Ring:
             self.left = self.left or self._accept()
 
     def pass_on(self, message: bytes) -> None:
-        """Once around: rank 0 begins and ends it. What says that addresses are free ends at the last one."""
+        """Pass a message once around, from rank 0 to rank 0; the message that addresses are free ends at the
+        last rank.
+        """
         if self.rank:
             self._hear(message)
         if self.rank < self.size - 1 or message == _ALL_HERE:
             assert self.right is not None
-            with contextlib.suppress(OSError):  # it has gone: whoever waits for it notices
+            with contextlib.suppress(OSError):  # the next rank has gone, which those waiting for it notice
                 self.right.sendall(message)
         if self.rank == 0 and message == _ALL_HERE:
             self._hear(message)
@@ -97,25 +102,29 @@ class _Ring:
 
     def _connect(self) -> socket.socket | None:
         try:
-            found = socket.create_connection(_address(self._hosts[self._next]), timeout=self._left_of(1.0))
+            connection = socket.create_connection(
+                _address(self._hosts[self._next]), timeout=self._left_of(1.0)
+            )
         except OSError:
             return None
-        self._opened.enter_context(found)
+        self._opened.enter_context(connection)
         with contextlib.suppress(OSError):
-            found.sendall(self._hello(self.rank))
-        return found
+            connection.sendall(self._hello(self.rank))
+        return connection
 
     def _accept(self) -> socket.socket | None:
-        """The rank before this one, if it is there; whoever else calls is left alone."""
+        """The previous rank's connection, if it has connected; other connections are ignored."""
         self.listener.settimeout(_STEP)
         try:
-            found, _ = self.listener.accept()
+            connection, _ = self.listener.accept()
         except OSError:
             return None
-        self._opened.enter_context(found)
+        self._opened.enter_context(connection)
         expected = self._hello(self._before)
         try:
-            return found if self._read(found, len(expected), self._left_of(1.0)) == expected else None
+            return (
+                connection if self._read(connection, len(expected), self._left_of(1.0)) == expected else None
+            )
         except OSError:
             return None
 
@@ -133,17 +142,17 @@ class _Ring:
 
     @staticmethod
     def _read(connection: socket.socket, size: int, seconds: float) -> bytes:
-        until, found = time.monotonic() + seconds, b""
-        while len(found) < size:
+        until, received = time.monotonic() + seconds, b""
+        while len(received) < size:
             connection.settimeout(max(0.001, until - time.monotonic()))
-            part = connection.recv(size - len(found))
+            part = connection.recv(size - len(received))
             if not part:
                 break
-            found += part
-        return found
+            received += part
+        return received
 
     def _hello(self, rank: int) -> bytes:
-        """Of a rank of this ring and no other."""
+        """The greeting, which identifies a rank of this ring."""
         return hashlib.blake2b(json.dumps([rank, self._hosts]).encode(), digest_size=16).digest()
 
     def _left_of(self, most: float) -> float:
@@ -160,9 +169,8 @@ class _Ring:
 
 @contextlib.contextmanager
 def interrupted(until: float) -> Iterator[None]:
-    """Interrupt a system call that still waits at ``until``, by SIGALRM; only in the main thread.
-
-    For what no thread can watch: a rank that is stopped between two calls that take no time.
+    """Interrupt a system call still waiting at ``until`` with SIGALRM; only in the main thread. For waits
+    that no thread can watch: a rank that is stopped between two short calls.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield

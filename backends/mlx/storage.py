@@ -1,4 +1,4 @@
-"""A storage of MLX: it holds the array of the moment.
+"""MLX's storage, which refers to the current array.
 
 MLX arrays are values. A write makes a new array, and MLX reuses the memory of the old one
 ("donation") if, at the moment the write is scheduled, nothing else refers to that memory: no
@@ -6,9 +6,9 @@ other Python object, no node of a graph, no work in flight. Everything here serv
 
 - a view is geometry only; its array is built when it is read, and dropped after;
 - a write replaces the array in the storage, so that only the graph refers to the old one;
-- before a write to a large storage is scheduled, reads of it in flight are let finish, and so are earlier
-  writes in flight: MLX would otherwise copy the whole buffer. Nobody waits for that before the graph of
-  a pass is built (``MlxWork.hold``). Writes that are not scheduled yet chain up without a copy.
+- before a write to a large storage is scheduled, reads and earlier writes in flight must finish, since MLX
+  would otherwise copy the whole buffer. This wait happens only after the graph of a pass is built
+  (``MlxWork.hold``). Unscheduled writes are chained without a copy.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from ml.errors import ClosedError, DeviceError
 from ml.strided import Shape, contiguous_strides
 
 WAIT_BYTES = 1 << 20
-"""A smaller storage is copied in less time than it takes to wait for what is in flight."""
+"""Copying a smaller storage takes less time than waiting for work in flight."""
 
 
 SIZE_LIMIT = 2**31 - 1
-"""Elements of a storage: MLX counts an axis, and so a flat storage, in 32 bits."""
+"""The most elements of a storage: MLX uses 32 bits for the size of an axis, and so for a flat storage."""
 
 
 class MlxStorage(Storage):
-    """The current array of an allocation, in the shape it was allocated in.
+    """The current array of an allocation, in its allocated shape.
 
-    ``raw`` says that the array is some operation's result, whose layout in memory MLX does not
-    tell. It is put in C order once, when a strided view or a write first needs that; where it is
-    so already, nothing is copied. ``borrowed``: it came through ``from_native``, and is not counted.
-    ``private_at``: from this epoch on nobody else has the array's memory, if no operation has used it since.
+    ``raw``: the array is an operation's result, whose memory layout MLX does not expose. It is put in C order
+    once, when a strided view or a write first needs it; nothing is copied if it already is. ``borrowed``: it
+    came through ``from_native``, and is not counted. ``private_at``: from this epoch on, the array's memory
+    is not shared, unless an operation has used it since.
     """
 
     __slots__ = ("borrowed", "nbytes", "private_at", "raw", "read_at", "shape", "work", "written_at")
@@ -62,24 +62,24 @@ class MlxStorage(Storage):
 
     def __del__(self) -> None:
         super().__del__()
-        if hasattr(self, "work"):  # an interrupt may come before __init__ is done
+        if hasattr(self, "work"):  # an interrupt may occur before __init__ has finished
             self.work.storages.pop(id(self), None)
 
     @classmethod
     def around(cls, backend: BaseBackend, work: MlxWork, array: Any, raw: bool = True) -> Self:
-        """A storage of a pending result; DeviceError where no memory of this machine could hold it."""
+        """A storage of a pending result. Raises DeviceError if it exceeds this machine's memory."""
         if array.nbytes > work.limit or array.size > SIZE_LIMIT:
-            # The system may promise memory that it has not, and end the process when it is touched.
+            # The system may overcommit memory, and kill the process when it is touched.
             raise DeviceError(
                 f"allocate: {array.nbytes} bytes for {array.shape} of {array.dtype}; "
-                f"the device has {work.limit}, and MLX counts up to {SIZE_LIMIT} elements"
+                f"the device has {work.limit}, and MLX supports up to {SIZE_LIMIT} elements"
             )
         storage = cls(backend, work, array, raw)
         work.defer(storage)
         return storage
 
     def read(self, offset: int, shape: Shape, strides: Shape) -> Any:
-        """The array of a view. It aliases the buffer: to be dropped before the next write."""
+        """The array of a view, which aliases the buffer: drop it before the next write."""
         self.read_at = self.work.epoch
         stream = self.work.stream
         if 0 in shape:
@@ -91,14 +91,14 @@ class MlxStorage(Storage):
                 return mx.reshape(self.array, shape, stream=stream)
         if self.raw:
             self._settle_layout()
-        if math.prod(shape) > SIZE_LIMIT:  # of a repeating view; MLX would end the process
-            raise DeviceError(f"read: {shape} shows {math.prod(shape)} elements; MLX counts {SIZE_LIMIT}")
-        found = mx.as_strided(self.array, shape, strides, offset, stream=stream)
-        # MLX's reductions take axes of stride 1 for a row of their own, and write past their result.
-        return mx.contiguous(found, stream=stream) if may_overlap(shape, strides) else found
+        if math.prod(shape) > SIZE_LIMIT:  # a repeating view; MLX would crash
+            raise DeviceError(f"read: {shape} has {math.prod(shape)} elements; MLX supports {SIZE_LIMIT}")
+        view = mx.as_strided(self.array, shape, strides, offset, stream=stream)
+        # MLX's reductions treat axes of stride 1 as separate rows, and write beyond their result.
+        return mx.contiguous(view, stream=stream) if may_overlap(shape, strides) else view
 
     def put_block(self, region: Region, value: Any) -> None:
-        """``self[region] = value``. ``value`` has the region's sizes, and is no alias of this buffer."""
+        """``self[region] = value``. ``value`` has the region's sizes, and does not alias this buffer."""
         with self.work.lock:
             self.prepare_write(value)
             self.array = self._with_block(region, value)
@@ -121,11 +121,10 @@ class MlxStorage(Storage):
             self.work.defer(self, value.nbytes)
 
     def memory(self, offset: int) -> Any:
-        """The array's bytes in host memory (uint8, flat); the element at ``offset`` is lost.
-
-        MLX lets arrays share memory: a result with its operand, a value with what it was written into
-        whole. Only a write of MLX's own finds out, and copies then: that of one element, before the first
-        byte is touched from outside.
+        """The array's bytes in host memory (uint8, flat); the element at ``offset`` is lost. MLX's arrays may
+        share memory: a result with its operand, a value with an array that it was written to entirely. Only
+        MLX's own writes detect this and copy, so one element is written before the memory is touched from
+        outside.
         """
         with self.work.lock:
             if self.private_at <= max(self.read_at, self.written_at):
@@ -137,7 +136,7 @@ class MlxStorage(Storage):
                 self.private_at = self.work.epoch
             return np.frombuffer(self.array, np.uint8)
 
-    # The old array must not outlive the assignment in a local variable: hence functions of their own.
+    # Separate functions, so that no local variable keeps the old array beyond the assignment.
 
     def _with_block(self, region: Region, value: Any) -> Any:
         array, stream = self.array, self.work.stream
@@ -155,7 +154,7 @@ class MlxStorage(Storage):
         )
 
     def claim(self) -> bool:
-        """Note a write where nothing has to happen before it; else False: it needs ``prepare_write``."""
+        """Record a write that needs no preparation; otherwise False, and ``prepare_write`` is needed."""
         work, written = self.work, self.written_at
         if self.raw or self.borrowed or self.read_at > work.drained or self.array is None:
             return False
@@ -165,7 +164,7 @@ class MlxStorage(Storage):
         return True
 
     def prepare_write(self, value: Any) -> None:
-        """Have what reads the array finish first where MLX would copy it, and note the write of ``value``."""
+        """Record the write of ``value``, after readers of the array if MLX would otherwise copy it."""
         work = self.work
         if self.array is None:
             raise ClosedError(
@@ -173,7 +172,7 @@ class MlxStorage(Storage):
             )
         if self.raw:
             self._settle_layout()
-        if self.borrowed:  # the write moves it to memory of our own, or the lender has let go of it
+        if self.borrowed:  # the write moves it to our own memory, or the lender has released it
             self.borrowed = False
             self.backend.allocations[id(self)] = (self.device, self.nbytes)
         read, written = self.read_at > work.drained, work.drained < self.written_at < work.epoch

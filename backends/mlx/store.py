@@ -1,4 +1,6 @@
-"""K and V of one layer at once, as floats or as codes: one slice assignment each, and little around it."""
+"""Writes K and V of one layer together, as floats or as codes, with one slice assignment each and little
+overhead.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ _new = object.__new__
 
 
 class Half:
-    """The keys, or the values: a whole storage, and along which of its axes the rows lie."""
+    """The keys or the values: a whole storage, and its axis of rows."""
 
     __slots__ = (
         "axis", "before", "dtype", "one", "order", "ref", "row", "shape", "storage", "strides", "whole",
@@ -42,15 +44,15 @@ class Half:
         self.before = (slice(None),) * self.axis
         heads_first = self.order.index(1) < self.order.index(2)
         self.one: Shape = (*sizes[: self.axis], 1, *sizes[self.axis + 1 :]) if heads_first else ()
-        """One row as it lies in the storage, where that is the order that rows come in."""
+        """The shape of one row in the storage, if rows are put in that order."""
         self.whole = tensor.offset == 0 and tuple(tensor.shape[axis] for axis in self.order) == sizes
 
     @classmethod
     def each(cls, *tensors: MlxTensor) -> list[Half] | None:
-        """None unless each tensor shows all of a storage of its own, rows along the same axis of it."""
+        """None unless each tensor covers its own whole storage, with rows along the same axis."""
         for tensor in tensors:
             if len(tensor.shape) != 3 or len(tensor.storage.shape) != 3 or min(tensor.shape) < 2:
-                return None  # an axis of size 1 has no stride to know it by
+                return None  # the stride of an axis of size 1 does not identify it
             if sorted(tensor.strides) != sorted(contiguous_strides(tensor.storage.shape)):
                 return None
         if len({id(tensor.storage) for tensor in tensors}) < len(tensors):
@@ -60,28 +62,30 @@ class Half:
         return halves if alike else None
 
     def accept(self, source: Any, count: int, backend: BaseBackend) -> Any:
-        """The array of ``source``, its axes in the order of the storage; None unless it is plain."""
+        """The array of ``source`` with its axes in the storage's order; None unless it is the plain case."""
         if type(source) is not MlxTensor or source.dtype is not self.dtype or source.backend is not backend:
             return None
-        held, strides, shape = source.storage, source.strides, source.shape
+        storage, strides, shape = source.storage, source.strides, source.shape
         if shape != (self.row if count == 1 else (count, *self.shape)):
             return None
-        if held is self.storage or held.array is None:
+        if storage is self.storage or storage.array is None:
             return None
         if (
             count == 1
-            and held.shape == self.one
+            and storage.shape == self.one
             and source.offset == 0
             and strides[2] == 1
             and strides[1] == shape[2]
         ):
-            held.read_at = held.work.epoch
-            return held.array
+            storage.read_at = storage.work.epoch
+            return storage.array
         i, j, k = self.order
-        return held.read(source.offset, (shape[i], shape[j], shape[k]), (strides[i], strides[j], strides[k]))
+        return storage.read(
+            source.offset, (shape[i], shape[j], shape[k]), (strides[i], strides[j], strides[k])
+        )
 
     def view(self, start: int, count: int) -> MlxTensor:
-        """Rows ``[start, start + count)``; as MlxTensor's constructor makes it, in line."""
+        """Rows ``[start, start + count)``; MlxTensor's constructor, inlined."""
         made = _new(MlxTensor)
         made.storage = storage = self.storage
         made.backend = storage.backend
@@ -93,7 +97,7 @@ class Half:
 
 
 class MlxKVStore:
-    """See ``ml.KVStore``; over two tensors (rows, heads, dim), each all of its storage."""
+    """See ``ml.KVStore``; over two tensors (rows, heads, dim), each covering its whole storage."""
 
     __slots__ = ("_backend", "_bytes", "_key", "_rows", "_value", "_work")
 
@@ -105,7 +109,7 @@ class MlxKVStore:
 
     @classmethod
     def over(cls, backend: BaseBackend, work: MlxWork, key: MlxTensor, value: MlxTensor) -> MlxKVStore | None:
-        """None unless both show all of a storage of their own, rows along the same axis of it."""
+        """None unless both cover their own whole storage, with rows along the same axis."""
         halves = Half.each(key, value)
         return None if halves is None else cls(backend, work, halves[0], halves[1], key.shape[0])
 
@@ -133,8 +137,8 @@ class MlxKVStore:
                     storage.prepare_write(new_key)
                     other.prepare_write(new_value)
                 with work.on_stream:
-                    # In place: nobody holds these Python objects beyond one operation, and no local
-                    # variable may, or MLX would copy the buffer.
+                    # In place, if these Python objects are not referenced beyond one operation, not even by a
+                    # local variable; otherwise MLX would copy the buffer.
                     storage.array[index] = new_key
                     other.array[index] = new_value
                 work.defer_pair(keys.ref, values.ref, count * self._bytes)
@@ -152,7 +156,7 @@ class MlxKVStore:
 
 
 class MlxQuantizedStore:
-    """See ``ml.SupportsKVStorage``; over parts (rows, heads, ...), each all of its storage."""
+    """See ``ml.SupportsKVStorage``; over parts (rows, heads, ...), each covering its whole storage."""
 
     def __init__(
         self, backend: BaseBackend, work: MlxWork, halves: list[Half], eight: tuple[bool, bool]
@@ -160,7 +164,7 @@ class MlxQuantizedStore:
         self._backend, self._work = backend, work
         self._halves, self._eight = halves, eight
         self._shapes = [(half.shape[0], half.shape[1] * 32) for half in halves[1::2]]
-        """Of a row of K and of V."""
+        """The shapes of a row of K and of V."""
         self._alike = self._shapes[0] == self._shapes[1] and eight[0] == eight[1]
         self._rows = halves[0].storage.shape[halves[0].axis]
 
@@ -168,7 +172,7 @@ class MlxQuantizedStore:
     def over(
         cls, backend: BaseBackend, work: MlxWork, parts: Sequence[MlxTensor], formats: tuple[str, str]
     ) -> MlxQuantizedStore | None:
-        """``parts``: codes and scales of K and then of V. None where they are strided in another way."""
+        """``parts``: codes and scales of K and then of V. None if their strides differ from this case."""
         if not {"Q8_0", "Q4_0"}.issuperset(formats):
             return None
         halves = Half.each(*parts)
@@ -184,17 +188,17 @@ class MlxQuantizedStore:
             return False
         try:
             with work.lock, work.on_stream:
-                given = [
+                sources = [
                     self._floats(x, count, shape) for x, shape in zip((key, value), self._shapes, strict=True)
                 ]
-                if given[0] is None or given[1] is None:
+                if sources[0] is None or sources[1] is None:
                     return False
-                found = self._encoded(given[0], given[1])
-                for half, new in zip(halves, found, strict=True):
+                encoded = self._encoded(sources[0], sources[1])
+                for half, new in zip(halves, encoded, strict=True):
                     if not half.storage.claim():
                         half.storage.prepare_write(new)
                     half.storage.array[(*half.before, slice(start, start + count))] = new
-                nbytes = sum(new.nbytes for new in found)
+                nbytes = sum(new.nbytes for new in encoded)
                 work.defer_pair(halves[0].ref, halves[1].ref, nbytes)
                 work.defer_pair(halves[2].ref, halves[3].ref, 0)
         except MLX_ERRORS:
@@ -202,22 +206,22 @@ class MlxQuantizedStore:
         return True
 
     def read(self, ctx: Any, start: int, count: int) -> None:
-        """Never: codes are read as floats elsewhere."""
+        """None: codes are decoded elsewhere."""
         return
 
     def _floats(self, source: Any, count: int, shape: tuple[int, int]) -> Any:
-        """The array of ``source``, its axes in the order of the storages; None unless it is plain."""
+        """The array of ``source`` with its axes in the storages' order; None unless it is the plain case."""
         if type(source) is not MlxTensor or source.backend is not self._backend or not source.dtype.is_float:
             return None
-        held = source.storage
-        if source.shape != (count, *shape) or held.array is None:
+        storage = source.storage
+        if source.shape != (count, *shape) or storage.array is None:
             return None
         i, j, k = self._halves[0].order
         sizes, steps = source.shape, source.strides
-        return held.read(source.offset, (sizes[i], sizes[j], sizes[k]), (steps[i], steps[j], steps[k]))
+        return storage.read(source.offset, (sizes[i], sizes[j], sizes[k]), (steps[i], steps[j], steps[k]))
 
     def _encoded(self, key: Any, value: Any) -> tuple[Any, Any, Any, Any]:
-        """Codes and scales of both, in one go where they are in one format."""
+        """Codes and scales of both, encoded together if they have the same format."""
         if self._alike and key.dtype == value.dtype:
             codes, scales = (mx.split(x, 2) for x in blocks_of(mx.concatenate([key, value]), self._eight[0]))
             return codes[0], scales[0], codes[1], scales[1]

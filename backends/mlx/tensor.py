@@ -18,25 +18,25 @@ from ml.dtypes import DType
 from ml.strided import Shape, contiguous_strides
 
 RUNS_LIMIT = 16
-"""Rows in at most as many runs are written slice by slice: a scatter costs more per element."""
+"""Rows in at most this many runs are written slice by slice, since a scatter costs more per element."""
 _NARROW = (DType.F16, DType.BF16)
 _SQRT_2 = math.sqrt(2.0)
 _SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
 
 
 class MlxTensor(StridedTensor):
-    """A view that holds no array: reading builds one, so that holding a tensor never costs a copy."""
+    """A view without an array: reading builds one, so that keeping a tensor never causes a copy."""
 
     __slots__ = ()
 
     storage: MlxStorage
 
     def read(self) -> Any:
-        """The array of this view as it is now: to be dropped before the next write."""
+        """The current array of this view: drop it before the next write."""
         return self.storage.read(self.offset, self.shape, self.strides)
 
     def wrap(self, array: Any, dtype: DType | None = None) -> Self:
-        """A tensor of its own around a result; results are lazy, and in whatever layout MLX chose."""
+        """A tensor with a new storage around a result, which is lazy and in any layout."""
         storage = MlxStorage.around(self.backend, self.storage.work, array)
         shape = storage.shape
         return type(self)(
@@ -45,7 +45,7 @@ class MlxTensor(StridedTensor):
 
     @property
     def native(self) -> Any:
-        """A snapshot as an ``mx.array``, scheduled already, so that any thread may go on with it."""
+        """A snapshot as an ``mx.array``, already scheduled, so that any thread may use it."""
         self.backend.check("native")
         array = self.read().__copy__()
         self.storage.work.flush(array)
@@ -69,22 +69,22 @@ class MlxTensor(StridedTensor):
             self.storage.put_block(region, value)
 
     def value_for(self, dst: Self, shape: Shape, strides: Shape) -> Any:
-        """This tensor seen as (shape, strides), in the dtype of ``dst`` and apart from its storage."""
+        """A view (shape, strides) of this tensor, in the dtype of ``dst`` and independent of its storage."""
         array = self.storage.read(self.offset, shape, strides)
         if self.dtype is not dst.dtype:
             return self._astype(array, dst.dtype)
         return self._apart(array) if self.storage is dst.storage else array
 
     def detached(self) -> Self:
-        """A copy in storage of its own."""
+        """A copy in a new storage."""
         return self.wrap(self._apart(self.read()))
 
     def _apart(self, array: Any) -> Any:
-        """A copy in C order; of MLX's operations ``full`` is one that never answers with an alias."""
+        """A copy in C order, by ``full``, which never returns an alias."""
         return mx.full(array.shape, array, array.dtype, stream=self.storage.work.stream)
 
     def _astype(self, array: Any, dtype: DType) -> Any:
-        """Values converted; integers reach the narrow floats by way of F32, as on every backend."""
+        """Converted values; integers become narrow floats by way of F32, as on every backend."""
         stream = self.storage.work.stream
         if self.dtype.is_integer and dtype in _NARROW:
             array = mx.astype(array, mx.float32, stream=stream)
@@ -95,7 +95,7 @@ class MlxTensor(StridedTensor):
             return self.wrap(self._astype(self.read(), dtype), dtype)
         if self.storage.nbytes >= WAIT_BYTES:
             return self.detached()
-        # Two storages may share an array: the first write to either gives it its own (a small one here).
+        # Two storages may share an array: the first write to either copies it (a small one here).
         return self.wrap(mx.contiguous(self.read(), stream=self.storage.work.stream))
 
     def _index(self, indices: Any) -> Any:
@@ -129,7 +129,7 @@ class MlxTensor(StridedTensor):
         return self._alias(self.offset + start * self.strides[axis], shape, self.strides)
 
     def _scatter_scattered(self, src: Self, indices: Any, axis: int) -> None:
-        """Whole layers of the storage where the rows are such, else element by element."""
+        """Write rows that are whole layers of the storage, or else element by element."""
         storage, stream = self.storage, self.storage.work.stream
         rows = row_region_of(storage.shape, self.offset, self.shape, self.strides, axis)
         if rows is not None:
@@ -160,24 +160,24 @@ class MlxTensor(StridedTensor):
     # Compute.
 
     def wide(self, always: bool = True) -> Any:
-        """The array, narrow floats in F32: ``always``, or where the device's kernels do not widen."""
+        """The array, with narrow floats in F32: ``always``, or if the device's kernels do not widen them."""
         array = self.read()
         if self.dtype in _NARROW and (always or self.storage.work.widens):
             return mx.astype(array, mx.float32, stream=self.storage.work.stream)
         return array
 
     def result(self, array: Any, dtype: DType | None = None) -> Self:
-        """Rounded to ``dtype``, this tensor's when None."""
+        """A result rounded to ``dtype`` (None: this tensor's)."""
         target = self.dtype if dtype is None else dtype
         return self.wrap(mx.astype(array, MLX_DTYPES[target], stream=self.storage.work.stream), target)
 
     def _binary(self, ctx: Any, op: str, other: Self) -> Self:
-        # One operation on narrow floats rounds once, as it would by way of F32.
+        # One operation on narrow floats rounds once, as by way of F32.
         return self.wrap(_BINARY[op](self.read(), other.read(), stream=self.storage.work.stream))
 
     def _unary(self, ctx: Any, op: str) -> Self:
         if not self.dtype.is_float and (op == "round" or (self.dtype is DType.U8 and op != "neg")):
-            return self._cast(ctx, self.dtype)  # MLX may answer with the operand itself
+            return self._cast(ctx, self.dtype)  # MLX may return the operand itself
         stream = self.storage.work.stream
         if op in _EXACT:
             return self.wrap(_EXACT[op](self.read(), stream))
@@ -220,7 +220,7 @@ class MlxTensor(StridedTensor):
 
     def _reduce(self, ctx: Any, op: str, axis: int, keepdims: bool) -> Self:
         dtype, stream = _reduced_dtype(op, self.dtype), self.storage.work.stream
-        if op != "sum" and 0 in self.shape:  # the axis itself is not empty (checked): the result is
+        if op != "sum" and 0 in self.shape:  # the axis is not empty (checked), but the result is
             sizes = [1 if k == axis else size for k, size in enumerate(self.shape) if keepdims or k != axis]
             return self.wrap(mx.zeros(sizes, MLX_DTYPES[dtype], stream=stream), dtype)
         if dtype is DType.I64:
@@ -230,7 +230,7 @@ class MlxTensor(StridedTensor):
         return self.result(getattr(mx, op)(x, axis=axis, keepdims=keepdims, stream=stream), dtype)
 
     def _addends(self) -> Any:
-        """Floats to be added up. On the CPU MLX does that one by one: in F64, where no digits are lost."""
+        """The floats to sum. On the CPU, MLX adds one by one, so F64 is used to keep precision."""
         if self.storage.work.widens:
             return mx.astype(self.read(), mx.float64, stream=self.storage.work.stream)
         return self.wide()
@@ -266,7 +266,7 @@ class MlxTensor(StridedTensor):
         return self.wrap(result, a.dtype)
 
 
-# What may ask for more than MLX can say (its sizes are int32) or hold.
+# Operations whose results may exceed MLX's sizes (int32) or memory.
 for _name in (
     "_scatter", "_gather", "_concat", "_repeat", "_cast", "_binary", "_matmul", "_compare",
     "_where", "to_numpy",
@@ -313,13 +313,13 @@ _UNARY: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _exp_on_cpu(x: Any, stream: Any) -> Any:
-    """MLX's own is infinite from 88.0 on and 0 from -88.0 down, and loses up to five bits far from 0."""
+    """MLX's exp is infinite from 88.0 and 0 below -88.0, and loses up to five bits far from 0."""
     power = mx.power(mx.array(math.e, mx.float64), mx.astype(x, mx.float64, stream=stream), stream=stream)
     return mx.astype(power, mx.float32, stream=stream)
 
 
 def _sin_on_cpu(x: Any, stream: Any) -> Any:
-    """MLX's own makes 0.0 of -0.0."""
+    """MLX's sin maps -0.0 to 0.0."""
     zero = mx.equal(x, mx.array(0, x.dtype), stream=stream)
     return mx.where(zero, x, mx.sin(x, stream=stream), stream=stream)
 

@@ -1,4 +1,4 @@
-"""The work of a device's stream: what is pending, what runs, what is done, and when it is handed over."""
+"""The work of a device's stream: pending, running and finished, and when it is submitted."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from ml.dtypes import DType
 from ml.errors import DeviceError, GroupError
 
 PENDING_RESULTS = 512
-"""Results and writes that may wait unscheduled; one more hands them all to the stream."""
+"""The most unscheduled results and writes; one more submits all of them to the stream."""
 PENDING_BYTES = 64 << 20
-"""Bytes that waiting writes may carry: their sources stay in memory until they are done."""
+"""The most bytes of pending writes, whose sources stay in memory until they are done."""
 _ALONE = contextlib.nullcontext()
 
 
 class Ranks(Protocol):
-    """Other processes that work in the stream may wait for."""
+    """Other processes that the stream's work may wait for."""
 
     def waiting(self, op: str) -> contextlib.AbstractContextManager[None]:
-        """Around what waits for the stream, for no longer than the group's limit."""
+        """A context for waits for the stream, limited by the group's timeout."""
 
 
 class MlxWork:
@@ -36,18 +36,18 @@ class MlxWork:
 
     **One stream.** Everything runs in order on a stream that any thread may use (MLX's default
     streams belong to one thread each, and work begun on them cannot be finished elsewhere).
-    Neither the default device nor a default stream is touched. ``lock`` guards what MLX leaves to
-    its users: the replacement of a storage's array, and evaluation.
+    Neither the default device nor a default stream is touched. ``lock`` guards what MLX does not: replacing a
+    storage's array, and evaluation.
 
-    **When work happens.** Operations build a graph. Live results and written storages are noted
-    weakly, and ``flush`` hands all of them to the stream without waiting: at ``compute``,
-    ``to_numpy`` and ``native``, and by itself after PENDING_RESULTS of them or PENDING_BYTES of
-    written data, so that no graph grows without bound, whether or not anyone calls ``compute``.
+    **When work happens.** Operations build a graph. Live results and written storages are recorded weakly,
+    and ``flush`` submits all of them to the stream without waiting: at ``compute``, ``to_numpy`` and
+    ``native``, and automatically after PENDING_RESULTS of them or PENDING_BYTES of written data, so that
+    graphs stay bounded even without ``compute``.
 
     **Epochs.** ``epoch`` counts flushes, and ``drained`` is the last epoch whose work has all run:
-    what was last touched by then may be written without MLX seeing anything in flight. A write to what
-    was touched later is noted with ``hold``: the flush that hands it over waits first, and whoever
-    builds the graph does not, so that a pass is built while the one before runs.
+    storages last used by then can be written without conflicting work in flight. A write to a storage used
+    later is recorded with ``hold``: the flush that submits it waits first, but building the graph does not,
+    so that a pass is built while the previous one runs.
 
     ``limit``: bytes of the device's memory.
     """
@@ -55,14 +55,16 @@ class MlxWork:
     def __init__(self, gpu: bool, limit: int) -> None:
         self.stream, self.lock = _stream(gpu)
         self.on_stream: Any = mx.stream(self.stream)
-        """To be entered under the lock, and not inside itself; made once, since making it costs as much."""
+        """Entered under the lock, and not recursively; created once, since creation is as expensive as
+        entering.
+        """
         self.widens = not gpu
-        """Compute F16 and BF16 in F32: MLX's kernels do so themselves on a GPU, but not on the CPU."""
+        """Whether to compute F16 and BF16 in F32, which MLX's kernels do on a GPU but not on the CPU."""
         self.limit = limit
         self.storages: dict[int, weakref.ref[Storage]] = {}
-        """By ``id``, all that live."""
+        """All live storages, by ``id``."""
         self.epoch, self.drained = 1, 0
-        self._held = 0
+        self._awaited = 0
         """The epoch that the next flush waits for."""
         self.ranks: Ranks | None = None
         self._pending: list[weakref.ref[Storage]] = []
@@ -70,18 +72,18 @@ class MlxWork:
 
     @property
     def pending(self) -> int:
-        """Results and writes that wait to be handed over."""
+        """The number of results and writes not yet submitted."""
         return len(self._pending)
 
     def defer(self, storage: Storage, nbytes: int = 0) -> None:
-        """Note a result or a write that is not evaluated yet."""
+        """Record a result or a write that is not evaluated yet."""
         self._pending.append(weakref.ref(storage))
         self._pending_bytes += nbytes
         if len(self._pending) > PENDING_RESULTS or self._pending_bytes > PENDING_BYTES:
             self.flush()
 
     def defer_pair(self, first: weakref.ref[Storage], second: weakref.ref[Storage], nbytes: int) -> None:
-        """Note two writes at once."""
+        """Record two writes."""
         pending = self._pending
         pending += (first, second)
         self._pending_bytes += nbytes
@@ -89,12 +91,11 @@ class MlxWork:
             self.flush()
 
     def flush(self, *arrays: Any) -> int:
-        """Hand every pending result, and ``arrays`` after them, to the stream; returns the epoch that ends.
-
-        Does not wait for them: the stream runs in order, so that whoever waits for the last has them all.
+        """Submit every pending result, then ``arrays``, to the stream; returns the epoch that ends. Does not
+        wait: the stream runs in order, so waiting for the last one waits for all.
         """
         with self.lock:
-            if self._held > self.drained:
+            if self._awaited > self.drained:
                 self._wait()
             pending, self._pending, self._pending_bytes = self._pending, [], 0
             self.epoch += 1
@@ -117,18 +118,17 @@ class MlxWork:
         self._wait()
 
     def hold(self, epoch: int, *arrays: Any) -> None:
-        """Let writes that follow be handed over when the work of ``epoch`` and before has all run.
-
-        What is pending of it is handed over now, with ``arrays``.
+        """Submit later writes only after all work up to ``epoch`` has run. Pending work of that epoch is
+        submitted now, with ``arrays``.
         """
         if epoch <= self.drained:
             return
         if epoch == self.epoch:
             self.flush(*arrays)
-        self._held = max(self._held, epoch)
+        self._awaited = max(self._awaited, epoch)
 
     def _wait(self) -> None:
-        """Return when all that was handed over has run."""
+        """Return when all submitted work has run."""
         last = self.epoch - 1
         with self.waiting("compute"):
             mx.synchronize(self.stream)
@@ -136,17 +136,17 @@ class MlxWork:
 
     def fetch(self, array: Any, dtype: DType) -> np.ndarray:
         """A host copy of an array, computed now."""
-        # A node of its own, last in this flush, even where the array was computed long ago: waiting
-        # for it is waiting for the stream. As bits, since NumPy cannot read MLX's bfloat16.
+        # A new node, last in this flush, even if the array was computed long ago: waiting for it is waiting
+        # for the stream. As bits, since NumPy cannot read MLX's bfloat16.
         bits = mx.view(array, BITS[dtype], stream=self.stream)
         epoch = 0
         try:
             epoch = self.flush(bits)
-        except DeviceError:  # of another result, maybe: then this one still has its value
+        except DeviceError:  # perhaps of another result: this one may still have its value
             with self.lock, device_errors("to_numpy"):
                 schedule(bits)
         with device_errors("to_numpy"):
-            if self.ranks is not None:  # NumPy's way to the array is not told that a rank has ended
+            if self.ranks is not None:  # NumPy's access to the array does not report that a rank has ended
                 with self.waiting("to_numpy"):
                     mx.eval(bits)
             host = to_host(bits, dtype)
@@ -154,11 +154,11 @@ class MlxWork:
         return host
 
     def waiting(self, op: str) -> contextlib.AbstractContextManager[None]:
-        """Around what waits for the stream: other ranks may be what it waits for."""
+        """A context for waits for the stream, which may wait for other ranks."""
         return _ALONE if self.ranks is None else self.ranks.waiting(op)
 
     def discard(self) -> None:
-        """Let go of what is pending and of the arrays of all storages."""
+        """Drop pending work and the arrays of all storages."""
         for ref in list(self.storages.values()):
             if (storage := ref()) is not None:
                 storage.array = None
@@ -167,6 +167,8 @@ class MlxWork:
 
 @functools.lru_cache(maxsize=2)
 def _stream(gpu: bool) -> tuple[Any, Any]:
-    """The device's stream and its lock, shared by all instances: MLX keeps a thread per stream for good."""
+    """The device's stream and its lock, shared by all instances: MLX keeps a thread per stream
+    permanently.
+    """
     make = getattr(mx, "new_thread_unsafe_stream", mx.new_stream)
     return make(mx.Device(mx.gpu if gpu else mx.cpu, 0)), threading.RLock()

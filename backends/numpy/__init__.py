@@ -1,4 +1,4 @@
-"""NumPy: the embedded default, always there, on the CPU. BF16 through ml_dtypes."""
+"""NumPy: the built-in default, always available, on the CPU. BF16 through ml_dtypes."""
 
 from backends.numpy.plugin import ml_backend
 

@@ -1,7 +1,7 @@
 """Backend, Context and Tensor on NumPy arrays.
 
-A storage is a flat run of bytes, so that a strided view of any dtype (bfloat16 exports no buffer
-of its own) is one ``numpy.ndarray`` over it.
+A storage is a flat run of bytes, so that a strided view of any dtype is one ``numpy.ndarray`` over it
+(bfloat16 has no buffer interface).
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ from ml.ragged import RaggedPlan
 from ml.strided import Shape, contiguous_strides, extent, overlaps_itself
 
 ALIGNMENT = 64
-"""Bytes: a line of the processor's cache. The system reads a file into memory that begins with a line in
-two thirds of the time that it takes for other memory (16 bytes behind one, as NumPy allocates)."""
+"""Bytes: a cache line. Reading a file into memory aligned to a line takes two thirds of the time for other
+memory (NumPy allocates 16 bytes after one).
+"""
 ALIGNED = 1 << 16
-"""Bytes; smaller allocations lie as NumPy has them."""
+"""Bytes; smaller allocations are not aligned."""
 
 
 class NumpyBackend(BaseBackend):
     """``open_backend("numpy", device="cpu", dtype=DType.F32)``.
 
-    ``devices=["cpu"], layers=32`` says the same; several devices are refused.
+    ``devices=["cpu"], layers=32`` is equivalent; several devices are refused.
     """
 
     def __init__(
@@ -60,16 +61,16 @@ class NumpyBackend(BaseBackend):
     def quantize(self, ctx: NumpyContext, x: NumpyTensor, format: str) -> tuple[NumpyTensor, ...] | None:
         """See ``ml.SupportsKVStorage``."""
         ctx.check("quantize", x)
-        found = compiled(x.native, format) or encoded(x.native, format)
-        if found is None:
+        parts = compiled(x.native, format) or encoded(x.native, format)
+        if parts is None:
             return None
-        return tuple(NumpyTensor.own(ctx, part, DType.from_numpy(part.dtype)) for part in found)
+        return tuple(NumpyTensor.own(ctx, part, DType.from_numpy(part.dtype)) for part in parts)
 
     def dequantize(self, ctx: NumpyContext, parts: Sequence[NumpyTensor], format: str) -> NumpyTensor | None:
         """See ``ml.SupportsKVStorage``."""
         ctx.check("dequantize", parts[0])
-        found = decoded([part.native for part in parts], format)
-        return None if found is None else NumpyTensor.own(ctx, found, DType.F32)
+        values = decoded([part.native for part in parts], format)
+        return None if values is None else NumpyTensor.own(ctx, values, DType.F32)
 
     def ragged_attention(
         self,
@@ -112,10 +113,10 @@ class NumpyBackend(BaseBackend):
         return tensor.native
 
     def borrow(self, ctx: NumpyContext, array: np.ndarray) -> BaseTensor:
-        """See ``ml.SupportsHostMemory``. Arrays that run backwards are copied."""
+        """See ``ml.SupportsHostMemory``. Arrays with negative strides are copied."""
         try:
             return ctx.from_native(array)
-        except ShapeError:  # of strides that no view has
+        except ShapeError:  # strides that a view cannot have
             return ctx.from_numpy(array, DType.from_numpy(array.dtype))
 
     def overwrite(self, ctx: NumpyContext, tensor: NumpyTensor) -> np.ndarray | None:
@@ -151,7 +152,7 @@ class NumpyTensor(ArrayTensor):
     @classmethod
     def own(cls, ctx: BaseContext, array: Any, dtype: DType) -> Self:
         whole = array if array.flags.c_contiguous else np.ascontiguousarray(array)
-        # bfloat16 exports no buffer, its bytes do; the other dtypes are spared the detour.
+        # bfloat16 has no buffer interface, so its bytes are used; other dtypes avoid this.
         raw = whole.reshape(-1).view(np.uint8) if dtype is DType.BF16 else whole
         storage = Storage(ctx.backend, raw, whole.size, whole.nbytes)
         shape = whole.shape
@@ -188,7 +189,9 @@ class NumpyTensor(ArrayTensor):
 def _stored(
     key: Any, value: Any, formats: tuple[str, str] | None, plain: DType
 ) -> tuple[Stored | None, Stored | None]:
-    """K and V as the kernel takes them: numbers of the dtype ``plain``, or codes; None for anything else."""
+    """K and V as arguments of the kernel: numbers of the dtype ``plain``, or codes; None for anything
+    else.
+    """
     if formats is None:
         if not key.dtype is value.dtype is plain:
             return None, None
@@ -207,14 +210,16 @@ def _codes(parts: Sequence[NumpyTensor], name: str) -> Codes | None:
 
 
 def _aligned(make: Callable[..., Any], nbytes: int) -> np.ndarray:
-    """Bytes from the beginning of a line on."""
+    """Memory aligned to a cache line."""
     raw: np.ndarray = make(nbytes + ALIGNMENT, np.uint8)
     start = -raw.__array_interface__["data"][0] % ALIGNMENT
     return raw[start : start + nbytes]
 
 
 def _quiet(name: str) -> Callable[..., Any]:
-    """The inherited method with NumPy's warnings off (inf and NaN are values), its memory errors ours."""
+    """The inherited method without NumPy's warnings (inf and NaN are values), with memory errors
+    translated.
+    """
     quiet: Callable[..., Any] = np.errstate(all="ignore")(getattr(ArrayTensor, name))
 
     def method(self: NumpyTensor, *args: Any) -> Any:
@@ -251,7 +256,7 @@ class NumpyContext(BaseContext):
         nbytes = size * dtype.itemsize
         try:
             raw = make(nbytes, np.uint8) if nbytes < ALIGNED else _aligned(make, nbytes)
-        except (MemoryError, ValueError) as error:  # NumPy's ValueError: more than it can index
+        except (MemoryError, ValueError) as error:  # NumPy raises ValueError for more than it can index
             raise DeviceError(f"allocate: {nbytes} bytes for {tuple(shape)} of {dtype!r}: {error}") from error
         storage = Storage(self.backend, raw, size, nbytes)
         return NumpyTensor.whole(storage, dtype, tuple(shape))
@@ -264,7 +269,7 @@ class NumpyContext(BaseContext):
             raise DTypeError(f"from_native: {type(array).__name__} is not a numpy.ndarray; use from_numpy")
         if isinstance(array, np.ma.MaskedArray):
             raise DTypeError("from_native: a masked array, which has no masked elements here; fill it first")
-        array = array.view(np.ndarray)  # np.matrix and its like compute otherwise
+        array = array.view(np.ndarray)  # np.matrix and similar classes compute differently
         dtype = DType.from_numpy(array.dtype)
         strides = element_strides(array, dtype.itemsize)
         size = extent(array.shape, strides)

@@ -16,7 +16,7 @@ _FLOAT8_NUMBERS = np.arange(256, dtype=np.uint8).view(_FLOAT8).astype(np.float32
 
 
 def encoded(x: np.ndarray, name: str) -> tuple[np.ndarray, ...] | None:
-    """The parts of floats (..., dim); None for a format that is not known here."""
+    """The parts of floats (..., dim); None for an unknown format."""
     if name in ("Q8_0", "Q4_0"):
         return _to_blocks(x, name == "Q8_0")
     if name == "F8_E4M3":
@@ -29,8 +29,8 @@ def decoded(parts: Sequence[np.ndarray], name: str) -> np.ndarray | None:
     if name in ("Q8_0", "Q4_0"):
         return _from_blocks(parts[0], parts[1], name == "Q8_0")
     if name == "F8_E4M3":
-        found: np.ndarray = _FLOAT8_NUMBERS[parts[0]] * parts[1]
-        return found
+        values: np.ndarray = _FLOAT8_NUMBERS[parts[0]] * parts[1]
+        return values
     return _from_groups(parts, *AFFINE[name]) if name in AFFINE else None
 
 
@@ -38,7 +38,7 @@ def decoded(parts: Sequence[np.ndarray], name: str) -> np.ndarray | None:
 def _to_blocks(values: np.ndarray, eight: bool) -> tuple[np.ndarray, np.ndarray]:
     """GGML's Q8_0 where ``eight``, else its Q4_0.
 
-    Of a block that holds NaN or infinity the scale is not finite, and the codes are any.
+    For a block with NaN or infinity, the scale is not finite and the codes are arbitrary.
     """
     *outer, dim = values.shape
     blocks = values.astype(np.float32, copy=False).reshape(*outer, dim // BLOCK, BLOCK)
@@ -49,7 +49,7 @@ def _to_blocks(values: np.ndarray, eight: bool) -> tuple[np.ndarray, np.ndarray]
         codes = scaled.astype(np.int8)
     else:
         peak = np.abs(blocks).argmax(-1, keepdims=True)
-        scale = (np.take_along_axis(blocks, peak, -1) + np.float32(0)) * np.float32(-1 / 8)  # of -0.0 as of 0
+        scale = (np.take_along_axis(blocks, peak, -1) + np.float32(0)) * np.float32(-1 / 8)  # no -0.0
         whole = (blocks * _inverse(scale) + np.float32(8.5)).clip(0, 15).astype(np.uint8)
         codes = whole[..., : BLOCK // 2] | (whole[..., BLOCK // 2 :] << 4)
     return codes.reshape(*outer, dim if eight else dim // 2), scale.astype(np.float16)[..., 0]
@@ -58,19 +58,21 @@ def _to_blocks(values: np.ndarray, eight: bool) -> tuple[np.ndarray, np.ndarray]
 @np.errstate(all="ignore")
 def _from_blocks(codes: np.ndarray, scales: np.ndarray, eight: bool) -> np.ndarray:
     *outer, count = scales.shape
-    if not eight:  # bytes, which are fewer than the floats will be: what is below 0 wraps
+    if not eight:  # bytes are smaller than floats; negative ones wrap
         packed = codes.reshape(*outer, count, BLOCK // 2)
         codes = (np.concatenate((packed & 15, packed >> 4), -1) - np.uint8(8)).view(np.int8)
-    found = codes.reshape(*outer, count, BLOCK).astype(np.float32)
-    found *= scales.astype(np.float32)[..., None]
-    return found.reshape(*outer, count * BLOCK)
+    values = codes.reshape(*outer, count, BLOCK).astype(np.float32)
+    values *= scales.astype(np.float32)[..., None]
+    return values.reshape(*outer, count * BLOCK)
 
 
 def _inverse(scale: np.ndarray) -> np.ndarray:
-    """1 / scale, and 0 where that is not finite: an integer of infinity is another on each processor."""
-    found = np.float32(1) / scale
-    found[~np.isfinite(found)] = 0
-    return found
+    """1 / scale, and 0 if that is not finite, since casting infinity to an integer depends on the
+    processor.
+    """
+    reciprocal = np.float32(1) / scale
+    reciprocal[~np.isfinite(reciprocal)] = 0
+    return reciprocal
 
 
 @np.errstate(all="ignore")
@@ -108,7 +110,7 @@ def _from_groups(parts: Sequence[np.ndarray], bits: int, group: int) -> np.ndarr
     codes = words.astype("<i4", order="C").view(np.uint8)
     if bits == 4:
         codes = np.stack((codes & 15, codes >> 4), -1)
-    found = codes.reshape(*scales.shape, group).astype(np.float32)
-    found *= scales.astype(np.float32)[..., None]
-    found += biases.astype(np.float32)[..., None]
-    return found.reshape(*scales.shape[:-1], scales.shape[-1] * group)
+    values = codes.reshape(*scales.shape, group).astype(np.float32)
+    values *= scales.astype(np.float32)[..., None]
+    values += biases.astype(np.float32)[..., None]
+    return values.reshape(*scales.shape[:-1], scales.shape[-1] * group)

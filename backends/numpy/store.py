@@ -1,4 +1,6 @@
-"""K and V of one layer at once, for the decode loop: two views and two copies, and little around them."""
+"""Writes K and V of one layer together, for the decode loop: two views and two copies with little
+overhead.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ class NumpyKVStore:
 
     @classmethod
     def over(cls, backend: BaseBackend, key: ArrayTensor, value: ArrayTensor) -> NumpyKVStore | None:
-        """None unless both are floats of one dtype in memory that nobody else has, each element once."""
+        """None unless both are floats of one dtype in separate memory without repeated elements."""
         if key.dtype is not value.dtype or not key.dtype.is_float:
             return None
         for half in (key, value):
@@ -69,7 +71,7 @@ class NumpyKVStore:
         return True
 
     def _has(self, tensor: ArrayTensor) -> bool:
-        """Whether a tensor may lie in the memory that is written."""
+        """Whether a tensor may overlap the memory to be written."""
         storage, ours = tensor.storage, (self._key, self._value)
         if storage.owned:
             return storage is ours[0].storage or storage is ours[1].storage

@@ -48,7 +48,7 @@ def _bias(
     v: torch.Tensor,
     mask: TorchTensor | CausalMask | None,
 ) -> Bias:
-    """The mask as (1, tokens, history) of the query's dtype; CAUSAL where the kernel says that itself."""
+    """The mask as (1, tokens, history) in the query's dtype; CAUSAL if the kernel supports it directly."""
     if mask is None:
         return None
     if isinstance(mask, CausalMask):

@@ -39,7 +39,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _guarded(method: _Method) -> _Method:
-    """Of an open context; what torch raises becomes an ml error that names the operation and the device."""
+    """Check that the context is open, and translate torch's errors, naming the operation and the device."""
     op = method.__name__
 
     @functools.wraps(method)
@@ -74,7 +74,7 @@ class TorchBackend(PlacedBackend):
         self.causal_masks = CausalMasks()
         self.group: BaseGroup | None = None
         self.settle: Callable[[str], None] | None = None
-        """Of a group of several ranks: called before the host waits for a result."""
+        """Set by a group of several ranks; called before the host waits for a result."""
         self.pages = TorchPages() if any(place.device.type == "cuda" for place in self.places) else None
 
     def _new_context(self, max_graph_nodes: int) -> TorchContext:
@@ -109,7 +109,7 @@ class TorchBackend(PlacedBackend):
         return self.group
 
     def borrow(self, ctx: TorchContext, array: np.ndarray) -> BaseTensor:
-        """See ``ml.SupportsHostMemory``. In place on the CPU, where torch takes the memory."""
+        """See ``ml.SupportsHostMemory``. In place on the CPU if torch accepts the memory."""
         ctx.check("borrow")
         dtype = DType.from_numpy(array.dtype)
         if ctx.torch_device.type != "cpu" or not array.flags.c_contiguous or not takes(array):
@@ -118,7 +118,7 @@ class TorchBackend(PlacedBackend):
         return ctx.from_native(torch.from_numpy(host).view(TO_TORCH[dtype]))
 
     def upload(self, ctx: TorchContext, arrays: Sequence[tuple[np.ndarray, DType]]) -> list[BaseTensor]:
-        """See ``ml.SupportsTransfers``. On CUDA one copy, from pinned memory; elsewhere one by one."""
+        """See ``ml.SupportsTransfers``. On CUDA one copy from pinned memory; elsewhere one copy per array."""
         made: list[BaseTensor] = []
         if ctx.torch_device.type != "cuda":
             for array, dtype in arrays:
@@ -141,7 +141,7 @@ class TorchBackend(PlacedBackend):
         native = tensor.native
         if not native.is_cpu or native.requires_grad or overlaps_itself(tensor.shape, tensor.strides):
             return None
-        if native.is_neg():  # of a view that negates as it is read, NumPy cannot have the memory
+        if native.is_neg():  # a lazily negated view, whose memory NumPy cannot use
             return None
         host: np.ndarray = (native.view(torch.int16) if tensor.dtype is DType.BF16 else native).numpy()
         return host.view(tensor.dtype.numpy)
@@ -228,7 +228,9 @@ class TorchBackend(PlacedBackend):
     def grouped_matmul(
         self, ctx: TorchContext, x: TorchTensor, weight: TorchTensor, groups: TorchTensor
     ) -> TorchTensor | None:
-        """See ``ml.SupportsGroupedMatmul``. On CUDA BF16 alone: of others torch asks the device."""
+        """See ``ml.SupportsGroupedMatmul``. On CUDA only for BF16, since torch synchronizes with the device
+        for others.
+        """
         return multiply_grouped(ctx, x, weight, groups)
 
 
@@ -282,9 +284,9 @@ class TorchContext(PlacedContext):
         return TorchTensor(array.detach(), FROM_TORCH[array.dtype], storage)
 
     def _allocate(self, make: Callable[..., torch.Tensor], *args: Any, dtype: DType) -> TorchTensor:
-        """``make(shape, ...)`` on this device, naming bytes and device where there is no room."""
+        """``make(shape, ...)`` on this device; the error names bytes and device if there is no memory."""
         try:
-            if torch.is_inference_mode_enabled():  # what is made in it can be written in it only
+            if torch.is_inference_mode_enabled():  # tensors created in it can be written only in it
                 with torch.inference_mode(False):
                     array = make(*args, dtype=TO_TORCH[dtype], device=self.torch_device)
             else:
@@ -306,7 +308,7 @@ class TorchContext(PlacedContext):
         return self._allocate(torch.full, shape, value, dtype=dtype)
 
     def _arange(self, start: float, step: float, count: int, dtype: DType) -> BaseTensor:
-        # Floats are to be rounded once, which torch does not promise; its stop has to fit 64 bits.
+        # Floats must be rounded once, which torch does not guarantee; its stop must fit 64 bits.
         if dtype.is_float or not count or max(abs(start), abs(start + count * step)) > 1 << 62:
             return super()._arange(start, step, count, dtype)
         return self._allocate(self._integers, (count,), start, step, dtype=dtype)

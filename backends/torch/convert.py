@@ -1,4 +1,4 @@
-"""Between torch's dtypes, NumPy's arrays and torch's errors on one side, and ours on the other."""
+"""Conversion between torch's dtypes, arrays and errors and ours."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FROM_TORCH = {native: dtype for dtype, native in TO_TORCH.items()}
 
 
 def to_host(array: torch.Tensor, dtype: DType) -> np.ndarray:
-    """A C-contiguous host copy; torch hands NumPy no bfloat16, so those travel as integers."""
+    """A C-contiguous host copy; bfloat16 is passed as integers, since torch does not convert it for NumPy."""
     host = array.to("cpu", copy=True, memory_format=torch.contiguous_format).resolve_neg()
     if dtype is DType.BF16:
         return host.view(torch.int16).numpy().view(dtype.numpy)
@@ -35,8 +35,9 @@ def to_host(array: torch.Tensor, dtype: DType) -> np.ndarray:
 
 
 def takes(array: np.ndarray) -> bool:
-    """Whether torch takes the array's own memory: it can be written, and no stride, of axes of 1 either,
-    runs backwards or is a part of an element."""
+    """Whether torch accepts the array's own memory: it is writable, and all strides, even of axes of size 1,
+    are non-negative multiples of the item size.
+    """
     steps = array.strides
     return array.flags.writeable and all(step >= 0 and not step % array.itemsize for step in steps)
 
@@ -56,7 +57,7 @@ def fill_from_host(array: torch.Tensor, host: np.ndarray, dtype: DType) -> None:
 
 
 def pack(arrays: Sequence[tuple[np.ndarray, DType]]) -> tuple[torch.Tensor, list[int]]:
-    """Arrays of these dtypes one behind the other in pinned memory, and the byte that each begins at."""
+    """Arrays of these dtypes, concatenated in pinned memory, and the byte offset of each."""
     hosts, starts, nbytes = lay_out(arrays)
     packed = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     fill(packed.numpy(), hosts, starts)
@@ -64,10 +65,12 @@ def pack(arrays: Sequence[tuple[np.ndarray, DType]]) -> tuple[torch.Tensor, list
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the runs of memory from first to last element overlap: True may be over-careful."""
+    """Whether the runs of memory from first to last element overlap: may be True without an actual
+    overlap.
+    """
     if a.device != b.device:
         return False
-    if a.device.type == "mps":  # its data_ptr is no address, only equal for one storage
+    if a.device.type == "mps":  # its data_ptr is not an address, only equal for one storage
         return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
     first, second = a.data_ptr(), b.data_ptr()
     return first < second + _bytes(b) and second < first + _bytes(a)
@@ -78,7 +81,7 @@ def _bytes(array: torch.Tensor) -> int:
 
 
 def write(array: torch.Tensor, method: Callable[..., object], *args: object) -> None:
-    """Call a writing method of ``array``: one that was made in inference mode is written there only."""
+    """Call a writing method of ``array``; one created in inference mode can be written only there."""
     if array.is_inference() and not torch.is_inference_mode_enabled():
         with torch.inference_mode():
             method(*args)
@@ -87,15 +90,14 @@ def write(array: torch.Tensor, method: Callable[..., object], *args: object) -> 
 
 
 def exactly(product: Callable[..., torch.Tensor], *operands: torch.Tensor) -> torch.Tensor:
-    """A product of F16 or BF16 on CUDA, accumulated in F32: by torch's defaults partial sums are rounded.
-
-    The settings are the process's, and are given back at once.
+    """A product of F16 or BF16 on CUDA, accumulated in F32: by default, torch rounds partial sums. The
+    settings are global to the process, and are restored immediately.
     """
     settings: Any = torch.backends.cuda.matmul
     half = operands[0].dtype is torch.float16
     reduced = f"allow_{'fp16' if half else 'bf16'}_reduced_precision_reduction"
     before, accumulated = getattr(settings, reduced), half and settings.allow_fp16_accumulation
-    split = getattr(settings, f"{reduced}_split_k", True)  # from torch 2.10 on; set together with the other
+    split = getattr(settings, f"{reduced}_split_k", True)  # from torch 2.10 on; set together
     if before:
         setattr(settings, reduced, False if split else (False, False))
     if accumulated:
@@ -110,7 +112,7 @@ def exactly(product: Callable[..., torch.Tensor], *operands: torch.Tensor) -> to
 
 
 def translated(op: str, error: Exception, device: str) -> MLError:
-    """torch's error as ours. Its own message of memory that ran out names the bytes."""
+    """torch's error as one of ours. torch's out-of-memory message contains the bytes."""
     if isinstance(error, MLError):
         return error
     reason = str(error).strip().split("\n", 1)[0] or type(error).__name__

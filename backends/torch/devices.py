@@ -1,4 +1,4 @@
-"""Devices of this machine as torch sees them: names, options, free and total bytes."""
+"""Devices of this machine in torch: names, options, free and total bytes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ml.errors import DeviceError
 class Place:
     """A device of an open backend: its name, and torch's device behind it.
 
-    "cpu:0" and "cpu:1" are two places on the one CPU, since torch drops the index there: a model
-    split over devices can be tried on a machine without any.
+    "cpu:0" and "cpu:1" are two places on the one CPU, since torch drops the index there: a model split over
+    devices can be tested on a machine without any.
     """
 
     name: str
@@ -32,9 +32,8 @@ class Place:
 
 
 def existing_devices() -> tuple[str, ...]:
-    """Names for ``device=``, the default first: CUDA where there is one, else the CPU.
-
-    MPS is never the default: it lacks operations that the contract has.
+    """Names for ``device=``, the default first: CUDA if available, else the CPU. MPS is never the default,
+    since it lacks operations of the contract.
     """
     names = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     names.append("cpu")
@@ -46,7 +45,7 @@ def existing_devices() -> tuple[str, ...]:
 def find_places(
     device: str | torch.device | None, devices: Sequence[str | torch.device] | None
 ) -> tuple[Place, ...]:
-    """The places that ``open_backend`` was asked for. DeviceError for one that does not exist."""
+    """The requested places. Raises DeviceError for one that does not exist."""
     asked = asked_devices(device, devices)
     places = tuple(map(_find, existing_devices()[:1] if asked is None else asked))
     check_once([place.name for place in places])
@@ -59,24 +58,24 @@ def _find(wanted: str | torch.device) -> Place:
             raise TypeError("a device must be a name or a torch.device")
         device = torch.device(wanted)
         if device.type == "meta":
-            raise TypeError("the meta device holds no data")
+            raise TypeError("the meta device stores no data")
         if device.type == "cpu":
-            if isinstance(wanted, str) and str(device) != wanted:  # torch counts them in 8 bits
+            if isinstance(wanted, str) and str(device) != wanted:  # torch stores the index in 8 bits
                 raise TypeError("places on the CPU are cpu and cpu:0 to cpu:127")
             return Place(str(device), torch.device("cpu"))
-        if str(device) in existing_devices() and device.type == "cuda":  # to try it would take of its memory
+        if str(device) in existing_devices() and device.type == "cuda":  # testing it would use its memory
             return Place(str(device), device)
-        found = torch.empty(0, device=device).device  # with its index: "cuda" is "cuda:0"
+        existing = torch.empty(0, device=device).device  # with its index: "cuda" is "cuda:0"
     except Exception as error:  # torch raises AssertionError, RuntimeError and others here
         raise DeviceError(
             f"open_backend: torch has no device {str(wanted)!r} here; available: "
             f"{', '.join(existing_devices())} ({_first_line(error)})"
         ) from error
-    return Place("mps" if found.type == "mps" else str(found), found)
+    return Place("mps" if existing.type == "mps" else str(existing), existing)
 
 
 def device_memory(place: Place) -> tuple[int | None, int | None]:
-    """(free, total) bytes; None where torch cannot tell."""
+    """(free, total) bytes; None if unknown to torch."""
     if place.device.type == "cuda":
         return torch.cuda.mem_get_info(place.device)
     if place.device.type == "mps":
@@ -90,7 +89,7 @@ def device_memory(place: Place) -> tuple[int | None, int | None]:
 
 
 def release(places: Sequence[Place]) -> None:
-    """Give cached blocks back to the devices."""
+    """Return cached blocks to the devices."""
     kinds = {place.device.type for place in places}
     if "cuda" in kinds:
         torch.cuda.empty_cache()

@@ -25,13 +25,13 @@ from ml.errors import GroupError, NotSupportedError
 _NARROW = (DType.F16, DType.BF16)
 _LOOPBACK = "127.0.0.1"
 POLL = 1e-4
-"""Seconds between two looks at NCCL's operations."""
+"""Seconds between checks of NCCL's operations."""
 _joined = itertools.count()
-"""How often this process has joined: as often as every other rank."""
+"""The number of times that this process has joined, equal on all ranks."""
 
 
 def join(backend: BaseBackend, device: torch.device, timeout: float) -> BaseGroup:
-    """The ranks that torchrun, or whoever sets its variables, has started; else this process alone."""
+    """The group of ranks started by torchrun, or with its variables; without them, this process alone."""
     seconds = check_timeout(timeout)
     there = dist.is_available() and dist.is_initialized()
     if not there and launched() is None:
@@ -45,10 +45,10 @@ def join(backend: BaseBackend, device: torch.device, timeout: float) -> BaseGrou
         torch.cuda.set_device(device)
     began = time.monotonic()
     limit = timedelta(seconds=seconds)
-    if not there and engine == "nccl":  # torch's watchdog would end the process where the group raises
+    if not there and engine == "nccl":  # torch's watchdog would abort the process when the group raises
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     try:
-        if there:  # the user has joined them already: a group of ours beside theirs
+        if there:  # already joined by the user: create our own group besides theirs
             native: Any = dist.new_group(backend=engine, timeout=limit)
         else:
             _keep_to_loopback()
@@ -65,16 +65,17 @@ def join(backend: BaseBackend, device: torch.device, timeout: float) -> BaseGrou
 
 
 def _keep_to_loopback() -> None:
-    """Where rank 0 is there, gloo is too; it takes the interface of the host's name unless it is told one."""
+    """If rank 0 is on the loopback interface, use it for gloo, which otherwise uses the host name's
+    interface.
+    """
     names = {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
-    if os.environ.get("MASTER_ADDR") == _LOOPBACK and (found := names & {"lo", "lo0"}):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", min(found))
+    if os.environ.get("MASTER_ADDR") == _LOOPBACK and (interfaces := names & {"lo", "lo0"}):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", min(interfaces))
 
 
 def _rendezvous(rank: int, size: int, began: float, seconds: float) -> Any:
-    """The store through which the ranks find each other, once all of them are there.
-
-    torch's own wait counts in whole seconds, and adds some while rank 0 is not there.
+    """The store through which the ranks find each other, once all are present. torch's own wait has a
+    resolution of seconds, and is longer while rank 0 is absent.
     """
     host, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     if not (host and port.isdecimal() and int(port) < 1 << 16):
@@ -92,7 +93,7 @@ def _rendezvous(rank: int, size: int, began: float, seconds: float) -> Any:
             _reach(host, int(port), rank, until, seconds)
         try:
             return _meet(host, int(port), here, rank, serves, until, seconds)
-        except dist.DistNetworkError:  # it may have been the store of ranks that rank 0 was just leaving
+        except dist.DistNetworkError:  # it may have been the store of a group that rank 0 was leaving
             if serves or time.monotonic() >= until:
                 raise
 
@@ -100,7 +101,7 @@ def _rendezvous(rank: int, size: int, began: float, seconds: float) -> Any:
 def _meet(
     host: str, port: int, here: list[str], rank: int, serves: bool, until: float, seconds: float
 ) -> Any:
-    """The store at this address, once all ranks have said in it that they are here."""
+    """The store at this address, once all ranks have registered in it."""
     store = dist.TCPStore(  # type: ignore[attr-defined]
         host,
         port,
@@ -121,7 +122,9 @@ def _meet(
 
 
 def _reach(host: str, port: int, rank: int, until: float, seconds: float) -> None:
-    """Return when somebody listens there; GroupError where nobody does until then, after ``seconds``."""
+    """Return when the address accepts connections. Raises GroupError, which names ``seconds``, if it does not
+    by ``until``.
+    """
     while True:
         try:
             socket.create_connection((host, port), timeout=_left(until)).close()
@@ -135,7 +138,7 @@ def _reach(host: str, port: int, rank: int, until: float, seconds: float) -> Non
 
 
 def _left(until: float) -> float:
-    """Seconds; a little even where the time is over."""
+    """The remaining seconds, always slightly above 0."""
     return max(0.01, until - time.monotonic())
 
 
@@ -149,7 +152,7 @@ def _not_joined(who: str, seconds: float, reason: str, late: bool) -> GroupError
 
 
 class TorchGroup(BaseGroup):
-    """gloo's operations end or raise in time themselves; NCCL's are queued, and ``settle`` watches them."""
+    """gloo's operations have their own timeout; NCCL's are queued, and ``settle`` watches them."""
 
     def __init__(
         self, backend: BaseBackend, device: torch.device, native: Any, timeout: float, owned: bool
@@ -159,7 +162,7 @@ class TorchGroup(BaseGroup):
         self._native = native
         self._owned = owned
         self._queued: deque[Any] = deque()
-        """An event behind each of NCCL's operations that may not have run."""
+        """An event after each of NCCL's operations that may not have run."""
 
     def _all_reduce(self, ctx: Any, tensor: TorchTensor) -> TorchTensor:
         wide = torch.float32 if tensor.dtype in _NARROW else TO_TORCH[tensor.dtype]
@@ -170,7 +173,7 @@ class TorchGroup(BaseGroup):
 
     def _all_gather(self, ctx: Any, tensor: TorchTensor, axis: int) -> TorchTensor:
         mine = tensor.native.contiguous()
-        raw = mine.view(-1).view(torch.uint8)  # as bytes: gloo knows fewer dtypes than there are
+        raw = mine.view(-1).view(torch.uint8)  # as bytes: gloo supports only some dtypes
         parts = [torch.empty_like(raw) for _ in range(self.size)]
         with self._engine("all_gather"):
             dist.all_gather(parts, raw, group=self._native)
@@ -179,7 +182,7 @@ class TorchGroup(BaseGroup):
 
     def _barrier(self) -> None:
         with self._engine("barrier"):
-            # A sum, since a barrier of torch's own may pick another device.
+            # A sum, since torch's barrier may choose another device.
             token = torch.zeros(1, device=self._device)
             dist.all_reduce(token, group=self._native)
         self.settle("barrier")
@@ -187,9 +190,8 @@ class TorchGroup(BaseGroup):
             token.item()
 
     def settle(self, op: str) -> None:
-        """Return when what was asked of NCCL has run, so that who reads a result cannot wait for ever.
-
-        Raises GroupError, and aborts the group, where for ``timeout`` seconds no operation has ended.
+        """Return when NCCL's operations have run, so that reading a result never waits forever. Raises
+        GroupError, and aborts the group, if no operation ends for ``timeout`` seconds.
         """
         began = time.monotonic()
         while self._queued:
@@ -208,7 +210,7 @@ class TorchGroup(BaseGroup):
                 time.sleep(POLL)
 
     def _abort(self) -> None:
-        """Have NCCL's kernels end, which wait for the others and would keep the device."""
+        """End NCCL's kernels, which wait for other ranks and would block the device."""
         self._queued.clear()
         native, self._native = self._native, None
         with suppress(RuntimeError):
@@ -221,7 +223,7 @@ class TorchGroup(BaseGroup):
             self._close()
 
     def _close(self) -> None:
-        native, self._native = self._native, None  # its threads end here, and not at the interpreter's end
+        native, self._native = self._native, None  # its threads end here, not at interpreter exit
         if native is not None:
             dist.destroy_process_group(None if self._owned else native)
 

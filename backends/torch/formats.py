@@ -15,13 +15,13 @@ BLOCK = 32
 
 
 def encoded(ctx: Placement, x: TorchTensor, name: str) -> tuple[TorchTensor, ...] | None:
-    """The parts of floats (..., dim); None for a format that is not known here."""
+    """The parts of floats (..., dim); None for an unknown format."""
     native = x.native_on(ctx)
     if name in ("Q8_0", "Q4_0"):
         codes, scale = _to_blocks(native, name == "Q8_0")
         kind = DType.I8 if name == "Q8_0" else DType.U8
         return TorchTensor.own(ctx, codes, kind), TorchTensor.own(ctx, scale, DType.F16)
-    if name == "F8_E4M3" and native.device.type != "mps":  # which has no floats of 8 bits
+    if name == "F8_E4M3" and native.device.type != "mps":  # MPS has no 8-bit floats
         codes, scale = _to_float8(native)
         return TorchTensor.own(ctx, codes, DType.U8), TorchTensor.own(ctx, scale, DType.F32)
     if name not in AFFINE:
@@ -34,14 +34,14 @@ def decoded(ctx: Placement, parts: Sequence[TorchTensor], name: str) -> TorchTen
     """F32 (..., dim)."""
     stored = [part.native_on(ctx) for part in parts]
     if name in ("Q8_0", "Q4_0"):
-        found = _from_blocks(stored[0], stored[1], name == "Q8_0")
+        values = _from_blocks(stored[0], stored[1], name == "Q8_0")
     elif name == "F8_E4M3" and stored[0].device.type != "mps":
-        found = stored[0].view(torch.float8_e4m3fn).float().mul_(stored[1])
+        values = stored[0].view(torch.float8_e4m3fn).float().mul_(stored[1])
     elif name in AFFINE:
-        found = _from_groups(stored, *AFFINE[name])
+        values = _from_groups(stored, *AFFINE[name])
     else:
         return None
-    return TorchTensor.own(ctx, found, DType.F32)
+    return TorchTensor.own(ctx, values, DType.F32)
 
 
 def _to_blocks(values: torch.Tensor, eight: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,7 +54,7 @@ def _to_blocks(values: torch.Tensor, eight: bool) -> tuple[torch.Tensor, torch.T
         codes = scaled.add_(scaled.sign(), alpha=0.5).to(torch.int8)  # half away from 0
     else:
         peak = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
-        scale = peak.add_(0.0).mul_(-1 / 8)  # of -0.0 as of 0
+        scale = peak.add_(0.0).mul_(-1 / 8)  # no -0.0
         whole = (blocks * _inverse(scale)).add_(8.5).clamp_(0, 15).to(torch.uint8)
         codes = whole[..., : BLOCK // 2] | (whole[..., BLOCK // 2 :] << 4)
     return codes.flatten(-2), scale.squeeze(-1).half()
@@ -62,20 +62,24 @@ def _to_blocks(values: torch.Tensor, eight: bool) -> tuple[torch.Tensor, torch.T
 
 def _from_blocks(codes: torch.Tensor, scale: torch.Tensor, eight: bool) -> torch.Tensor:
     shape = (*scale.shape, BLOCK)
-    if not eight:  # bytes, which are fewer than the floats will be: what is below 0 wraps
+    if not eight:  # bytes are smaller than floats; negative ones wrap
         packed = codes.reshape(*shape[:-1], BLOCK // 2)
         codes = torch.cat((packed & 15, packed >> 4), -1).sub_(8).view(torch.int8)
     return codes.reshape(shape).float().mul_(scale.unsqueeze(-1).float()).flatten(-2)
 
 
 def _inverse(scale: torch.Tensor) -> torch.Tensor:
-    """1 / scale, and 0 where that is not finite: an integer of infinity is another on each processor."""
-    found = scale.reciprocal()
-    return torch.where(found.isfinite(), found, torch.zeros_like(found))
+    """1 / scale, and 0 if that is not finite, since casting infinity to an integer depends on the
+    processor.
+    """
+    reciprocal = scale.reciprocal()
+    return torch.where(reciprocal.isfinite(), reciprocal, torch.zeros_like(reciprocal))
 
 
 def _scalar(like: torch.Tensor, number: float) -> torch.Tensor:
-    """On the device: CUDA does not divide by a number of the host, but multiplies by 1 / number, rounded."""
+    """A number on the device: CUDA does not divide by host numbers, but multiplies by their rounded
+    inverse.
+    """
     return torch.full((), number, dtype=like.dtype, device=like.device)
 
 
@@ -108,5 +112,5 @@ def _from_groups(parts: Sequence[torch.Tensor], bits: int, group: int) -> torch.
     codes = words.contiguous().view(torch.uint8)
     if bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
-    found = codes.reshape(*scales.shape, group).float().mul_(scales.unsqueeze(-1).float())
-    return found.add_(biases.unsqueeze(-1).float()).flatten(-2)
+    values = codes.reshape(*scales.shape, group).float().mul_(scales.unsqueeze(-1).float())
+    return values.add_(biases.unsqueeze(-1).float()).flatten(-2)

@@ -1,4 +1,4 @@
-"""Products of rows with matrices of their own, by torch's grouped kernel."""
+"""Products of rows with individual matrices, with torch's grouped kernel."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from torch.nn import functional
 from backends.torch.tensor import Placement, TorchTensor
 
 KERNELS = (9, 10)
-"""The compute capabilities, by their first number, that torch has a kernel for. On others, and for F16 and
-F32, it multiplies matrix by matrix, and waits for the device to know how many rows each has."""
+"""The major compute capabilities that torch has a kernel for. On others, and for F16 and F32, it multiplies
+matrix by matrix, and waits for the device to learn the number of rows of each.
+"""
 ALIGNED_BYTES = 16
-"""What the kernel's operands and their rows must begin at multiples of."""
+"""The alignment of the kernel's operands and of their rows."""
 
 
 def multiply_grouped(
@@ -40,7 +41,7 @@ def _has_kernel(a: torch.Tensor) -> bool:
 
 
 def _aligned(x: torch.Tensor) -> bool:
-    """Whether the kernel takes the layout: rows or columns without gaps, each at an aligned address."""
+    """Whether the kernel supports the layout: rows or columns without gaps, each at an aligned address."""
     *matrix, outer, inner = x.stride()
     rows, columns = x.shape[-2:]
     if inner == 1 and outer >= columns:

@@ -1,11 +1,10 @@
-"""The kernels under ``scaled_dot_product_attention`` (SDPA), which give their log-sum-exp too.
-
-On CUDA the choice is not left to torch: from 2.10 on it prefers cuDNN on some devices, which plans anew,
-for tens of milliseconds, at every length of a history. Here it is FlashAttention without a mask, and the
-memory-efficient kernel with one, with F32, or with two head sizes.
+"""The kernels of ``scaled_dot_product_attention`` (SDPA), which also return the log-sum-exp. On CUDA, the
+choice is not left to torch: from 2.10 on it prefers cuDNN on some devices, which plans for tens of
+milliseconds at every new length of a history. FlashAttention is used without a mask, and the memory-efficient
+kernel with one, with F32, or with two head sizes.
 
 The queries that share a KV head are stacked as rows of one product, and several batches are one call.
-Neither keys nor values are copied where their last axis is contiguous.
+Neither keys nor values are copied if their last axis is contiguous.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from ml.capabilities import CausalMask
 from ml.dtypes import DType
 
 STACKED_MASK_LIMIT = 16 << 20
-"""Bytes of a mask that may be repeated for the query heads of a group."""
+"""The most bytes of a mask that is repeated for the query heads of a group."""
 SCORES_LIMIT = 1 << 24
-"""Scores in F32 that the body without a kernel holds at once."""
+"""The most F32 scores that the implementation without a kernel holds at once."""
 ALIGNED = 16
-"""CUDA's kernels read heads of multiples of so many bytes, and masks whose rows begin at such multiples."""
+"""CUDA's kernels need heads of multiples of this many bytes, and masks whose rows begin at such multiples."""
 BOTTOM_RIGHT = 2
-"""The memory-efficient kernel's number for what ``ml.CAUSAL`` says."""
+"""The memory-efficient kernel's number for the mask ``ml.CAUSAL``."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """Attention and its log-sum-exp, F32."""
@@ -56,7 +55,7 @@ class CausalMasks:
 
 
 def natives(ctx: Placement, key: TorchTensor, *others: TorchTensor | None) -> list[Any]:
-    """The native tensors, where the key lies: a query is brought to a history, never a history to a query."""
+    """The native tensors on the key's device: queries move to the history, never the history to queries."""
     if not ctx.moves:
         return [key.native] + [None if other is None else other.native for other in others]
     device = key.native.device
@@ -64,22 +63,21 @@ def natives(ctx: Placement, key: TorchTensor, *others: TorchTensor | None) -> li
 
 
 def beside(ctx: Placement, tensor: TorchTensor, device: torch.device) -> torch.Tensor:
-    """The native tensor, on the device of what it is used with."""
+    """The native tensor, on the device of the tensor it is used with."""
     return tensor.native.to(device) if ctx.moves else tensor.native
 
 
-def home(ctx: Placement, found: torch.Tensor, dtype: DType) -> TorchTensor:
+def home(ctx: Placement, result: torch.Tensor, dtype: DType) -> TorchTensor:
     """A result on the context's device."""
     if ctx.moves:
-        found = found.to(ctx.torch_device)
-    return TorchTensor.own(ctx, found, dtype)
+        result = result.to(ctx.torch_device)
+    return TorchTensor.own(ctx, result, dtype)
 
 
 def causal_bias(masks: CausalMasks, q: torch.Tensor, v: torch.Tensor, batch: int, history: int) -> Bias:
-    """What says ``ml.CAUSAL`` for q (tokens, heads, D) and v (..., v_dim).
-
-    CAUSAL where the kernel says it itself: aligned bottom-right on CUDA, top-left on the CPU, which is the
-    same for a whole prompt only; else a mask (1, tokens, history). None where there is one query.
+    """The bias for ``ml.CAUSAL`` with q (tokens, heads, D) and v (..., v_dim). CAUSAL if the kernel supports
+    it: bottom-right aligned on CUDA, top-left on the CPU, which is equal only for a whole prompt; else a mask
+    (1, tokens, history). None for one query.
     """
     tokens = q.shape[0]
     if tokens < 2:
@@ -89,12 +87,11 @@ def causal_bias(masks: CausalMasks, q: torch.Tensor, v: torch.Tensor, batch: int
     return masks.of(q, history).unsqueeze(0)
 
 
-def with_sinks(found: Pair, logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Attention where each head has one more key of value 0, with a logit that broadcasts to the log-sum-exp.
-
-    That only shrinks a row, by exp(lse) / (exp(lse) + exp(logit)).
+def with_sinks(pair: Pair, logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Attention with an additional key of value 0 per head, whose logit broadcasts to the log-sum-exp. This
+    only scales a row by exp(lse) / (exp(lse) + exp(logit)).
     """
-    out, lse = found
+    out, lse = pair
     shrunk: torch.Tensor = out * torch.sigmoid(lse - logits).unsqueeze(-1)
     return shrunk.to(dtype)
 
@@ -117,11 +114,11 @@ def attend_grouped(
 ) -> Pair:
     """As ``attend_part``: (batch * tokens, kv_heads, group, v_dim) and (batch * tokens, kv_heads, group).
 
-    These are views of what the kernel gave, unless there are several batches of several tokens each.
+    These are views of the kernel's result, unless there are several batches of several tokens each.
 
-    Stacking took 0.95 ms on a CPU where ``enable_gqa`` took 1.6 (one query, 32 heads over 8, 1,024 keys,
-    F32), and 0.8 ms against 7.4 in BF16. Long prompts keep a head axis of stride 0 instead: the mask then
-    need not be repeated, and CAUSAL can be said.
+    On a CPU, stacking took 0.95 ms and ``enable_gqa`` 1.6 (one query, 32 heads over 8, 1,024 keys, F32); in
+    BF16, 0.8 ms and 7.4. Long prompts keep a head axis of stride 0 instead, so that the mask is not repeated
+    and CAUSAL can be used.
     """
     count, heads, head_dim = q.shape
     batch, kv_heads, history, v_dim = v.shape
@@ -132,7 +129,7 @@ def attend_grouped(
     rows = q.reshape(batch, tokens, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
     large = group * tokens * history * q.element_size() > STACKED_MASK_LIMIT
     if batch == 1 and bias is not None and (isinstance(bias, CausalMask) or large):
-        # Each query head for itself, the keys with a stride of 0 along the group: one mask serves all.
+        # Each query head separately, with keys of stride 0 along the group: one mask applies to all.
         keys, values = (x[0].unsqueeze(1).expand(kv_heads, group, history, -1) for x in (k, v))
         out, lse = _kernel(rows[0], keys, values, bias, scale, with_lse)
         return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1) if with_lse else lse
@@ -154,7 +151,7 @@ def _is_recent(device: torch.device) -> bool:
 
 
 def _fits(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether there is a fused kernel for these."""
+    """Whether there is a fused kernel for these operands."""
     if q.is_cpu:
         return q.size(-1) == v.size(-1)
     if not q.is_cuda or (q.dtype is torch.bfloat16 and not _is_recent(q.device)):
@@ -166,7 +163,7 @@ def _kernel(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Bias, scale: float, with_lse: bool
 ) -> Pair:
     """q (batch, heads, rows, D), k and v (batch, heads, history, ...) -> attention, log-sum-exp."""
-    if scale <= 0:  # the kernels look for the largest score before they scale
+    if scale <= 0:  # the kernels find the largest score before scaling
         q, scale = q * scale, 1.0
     if _fits(q, v):
         if q.is_cpu:
@@ -175,27 +172,27 @@ def _kernel(
     if q.is_mps and not with_lse:
         out = functional.scaled_dot_product_attention(q, k, v, _shown(bias), scale=scale)
         return out, out
-    keys, values, found = k.float().transpose(-1, -2), v.float(), []
+    keys, values, blocks = k.float().transpose(-1, -2), v.float(), []
     step = max(1, SCORES_LIMIT // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
     for start in range(0, q.shape[2], step):
         scores = torch.matmul(q[:, :, start : start + step].float() * scale, keys)
         if isinstance(bias, torch.Tensor):
             scores += bias if bias.shape[-2] == 1 else bias[..., start : start + step, :]
         lse = scores.logsumexp(-1) if with_lse else scores
-        found.append((torch.matmul(scores.softmax(-1), values).to(q.dtype), lse))
-    outs, lses = zip(*found, strict=True)
+        blocks.append((torch.matmul(scores.softmax(-1), values).to(q.dtype), lse))
+    outs, lses = zip(*blocks, strict=True)
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
 def _shown(bias: Bias) -> torch.Tensor | None:
-    """A mask of four axes, as the kernels want it."""
+    """A mask of four axes, as required by the kernels."""
     if not isinstance(bias, torch.Tensor):
         return None
     return bias if bias.dim() == 4 else bias.unsqueeze(1)
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    """With a last axis that is contiguous, as the kernels read it."""
+    """The tensor with a contiguous last axis, as required by the kernels."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -203,13 +200,13 @@ def _on_cpu(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Bias, scale: float, with_lse: bool
 ) -> Pair:
     single = q.dtype is not torch.float32 and q.size(2) == 1
-    if single:  # two equal rows take half the time of one: the narrow dtypes have no product for one
+    if single:  # two equal rows take half the time of one, since narrow dtypes lack a matrix-vector product
         q = q.expand(-1, -1, 2, -1)
     causal, shown = isinstance(bias, CausalMask), _shown(bias)
     if with_lse:
         flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = flash(_dense(q), _dense(k), _dense(v), 0.0, causal, attn_mask=shown, scale=scale)
-    else:  # the same kernel, in less time before it
+    else:  # the same kernel with less overhead
         out = functional.scaled_dot_product_attention(q, k, v, shown, is_causal=causal, scale=scale)
         lse = out
     return (out[:, :, :1], lse[:, :, :1]) if single else (out, lse)
@@ -221,7 +218,7 @@ def _on_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Bias, scal
     size = q.shape[3]
     flash = shown is None and q.dtype is not torch.float32 and size == v.shape[3] <= 256
     if flash and _is_recent(q.device):
-        # Of this operation, unlike of SDPA, is_causal is aligned bottom-right.
+        # Unlike in SDPA, is_causal is bottom-right aligned here.
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return out, lse
     if shown is not None:
@@ -235,7 +232,7 @@ def _on_cuda(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Bias, scal
 
 
 def _aligned(mask: torch.Tensor) -> torch.Tensor:
-    """The mask, in memory whose rows begin where the kernel can read them."""
+    """The mask in memory with aligned rows."""
     unit = ALIGNED // mask.element_size()
     if mask.stride(-1) == 1 and not any(step % unit for step in mask.stride()[:-1]):
         return mask

@@ -106,17 +106,17 @@ def _level(
             stacked = own.reshape(call.batch, -1, *own.shape[1:])
             check_mask("attention_calls", call.mask, stacked.shape[1], call.length, call.batch)
             bias = _bias(ctx, masks, stacked, v, call.length, cast("Any", call.mask))
-        found = attend_grouped(own, _read(ctx, k, call), _read(ctx, v, call), bias, scale, with_lse)
+        pair = attend_grouped(own, _read(ctx, k, call), _read(ctx, v, call), bias, scale, with_lse)
         if whole:
-            return found
-        out[tokens] = found[0]
+            return pair
+        out[tokens] = pair[0]
         if with_lse:
-            lse[tokens] = found[1]
+            lse[tokens] = pair[1]
     return out, lse
 
 
 def _read(ctx: Placement, buffer: torch.Tensor, call: AttentionCall) -> torch.Tensor:
-    """What a call reads of (cells, heads, size), as (batch, heads, length, size)."""
+    """The rows of (cells, heads, size) that a call reads, as (batch, heads, length, size)."""
     _, heads, size = buffer.shape
     cell, head, element = buffer.stride()
     if call.cells is None:
@@ -136,7 +136,7 @@ def _bias(
     history: int,
     mask: TorchTensor | CausalMask | None,
 ) -> Bias:
-    """The mask as (batch or 1, tokens, history) of the query's dtype, or what the kernel says itself."""
+    """The mask as (batch or 1, tokens, history) in the query's dtype, or the kernel's own flag."""
     if mask is None:
         return None
     if isinstance(mask, CausalMask):

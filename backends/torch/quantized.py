@@ -1,4 +1,4 @@
-"""Attention over codes, and the way into them: on the CPU by numba, on CUDA (attention) by Triton."""
+"""Attention over codes and writing codes: with numba on the CPU; attention also with Triton on CUDA."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def attend_quantized(
     scale: float,
     sinks: TorchTensor | None,
 ) -> TorchTensor | None:
-    """See ``ml.SupportsRaggedAttention``. On the CPU on as many threads as torch has."""
+    """See ``ml.SupportsRaggedAttention``. On the CPU it uses torch's number of threads."""
     check_peers("ragged_attention", ctx.backend, query, *key, *value, sinks)
     if ctx.torch_device.type != "cpu":
         return attend_codes_on(ctx, query, key, value, formats, plan, scale, sinks)
@@ -49,7 +49,7 @@ def attend_codes_on(
     scale: float,
     sinks: TorchTensor | None,
 ) -> TorchTensor | None:
-    """The same by the kernels of triton_ragged.py, in the order of rounding that blocks read back have."""
+    """The same with the kernels of triton_ragged.py, with the roundings of decoded blocks."""
     kernels = ragged.kernels_on(ctx.torch_device)
     if kernels is None or not BITS.keys() >= set(formats):
         return None
@@ -68,13 +68,13 @@ def attend_codes_on(
 
 
 def encode(ctx: Placement, x: TorchTensor, name: str) -> tuple[TorchTensor, ...] | None:
-    """Codes and scales; None where that is not the kernels' to do."""
+    """Codes and scales; None if the kernels do not support the case."""
     if name not in BITS or not x.native.is_cpu or ctx.torch_device.type != "cpu":
         return None
-    found = encoded(_host(x.native), name)
-    if found is None:
+    parts = encoded(_host(x.native), name)
+    if parts is None:
         return None
-    return tuple(TorchTensor.own(ctx, torch.from_numpy(part), DType.from_numpy(part.dtype)) for part in found)
+    return tuple(TorchTensor.own(ctx, torch.from_numpy(part), DType.from_numpy(part.dtype)) for part in parts)
 
 
 def quantized_store(
@@ -83,7 +83,7 @@ def quantized_store(
     value: Sequence[TorchTensor],
     formats: tuple[str, str],
 ) -> CodesStore | None:
-    """See ``ml.SupportsKVStorage``. On the CPU."""
+    """See ``ml.SupportsKVStorage``. Only on the CPU."""
 
     def host(tensor: Any) -> np.ndarray | None:
         if type(tensor) is not TorchTensor or tensor.backend is not backend or not tensor.dtype.is_float:
@@ -94,12 +94,12 @@ def quantized_store(
 
 
 def codes_of(parts: Sequence[TorchTensor], name: str) -> Codes | None:
-    """Where they lie; None where that is not the host's memory, or another format."""
+    """The codes in host memory; None for other devices or formats."""
     if name not in BITS or not all(part.native.is_cpu for part in parts):
         return None
     return Codes.of([part.native.numpy() for part in parts], name)
 
 
 def _host(native: torch.Tensor) -> np.ndarray:
-    """F32, C-contiguous."""
+    """The tensor as F32, C-contiguous."""
     return floats(native.detach().to(torch.float32).numpy())

@@ -1,7 +1,7 @@
-"""Attention for a whole batch of sequences of different lengths: by numba on the CPU, on CUDA by Triton.
+"""Attention for a whole batch of sequences of different lengths: with numba on the CPU, with Triton on CUDA.
 
-FlashAttention's variable lengths (``torch.nn.attention.varlen``) take keys packed sequence behind sequence:
-where runs begin anywhere, several queries share one, or rows are listed, keys would have to be copied.
+FlashAttention's variable lengths (``torch.nn.attention.varlen``) need keys packed one sequence after another:
+for runs at arbitrary places, shared runs and listed rows, keys would have to be copied.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ml.ragged import RaggedPlan
 PROGRAMS = 2
 """Programs that a multiprocessor runs at once: see SHARED_BYTES of ragged_work.py."""
 OLDEST = (8, 0)
-"""The compute capability from which on tensor cores take BF16."""
+"""The first compute capability whose tensor cores support BF16."""
 
 
 def attend_ragged(
@@ -40,14 +40,14 @@ def attend_ragged(
     scale: float,
     sinks: TorchTensor | None,
 ) -> TorchTensor | None:
-    """See ``ml.SupportsRaggedAttention``. None where there are no kernels for the device."""
+    """See ``ml.SupportsRaggedAttention``. None if there are no kernels for the device."""
     check_peers("ragged_attention", ctx.backend, query, key, value, sinks)
     kernels = kernels_on(ctx.torch_device)
     if kernels is None:
         if ctx.torch_device.type != "cpu" or not query.dtype is key.dtype is value.dtype:
             return None
         if key.dtype is DType.F32 and not cpu_attention.reads_in_place(key.shape[-1], value.shape[-1]):
-            return None  # the kernel would copy what torch's own attention reads where it lies
+            return None  # the kernel would copy what torch's own attention reads in place
         keys, values = stored_of([key], key.dtype.name), stored_of([value], value.dtype.name)
         return attend_on_cpu("ragged_attention", ctx, query, keys, values, plan, scale, sinks)
     q, k, v = query.native_on(ctx), key.native_on(ctx), value.native_on(ctx)
@@ -75,21 +75,20 @@ def check_sinks(op: str, sinks: torch.Tensor, heads: int) -> None:
 
 
 def stored_of(parts: Sequence[TorchTensor], kind: str) -> Stored | None:
-    """Where K or V lies on the CPU, as its kernels take it: numbers, or codes and scales; None: they do not.
-
-    Kept with the first tensor, beside the others that it is true of: caches ask with the same in each pass.
+    """K or V on the CPU as arguments of its kernels: numbers, or codes and scales; None if unsupported.
+    Cached with the first tensor, since caches pass the same ones in each pass.
     """
     first, asked = parts[0], (kind, *parts[1:])
-    known, found = getattr(first, "on_cpu", ((), None))
+    known, stored = getattr(first, "on_cpu", ((), None))
     if known != asked:
         on_cpu = all(part.native.is_cpu for part in parts)
-        found = Stored.of([array_of(part.native) for part in parts], kind) if on_cpu else None
-        first.on_cpu = asked, found
-    return found
+        stored = Stored.of([array_of(part.native) for part in parts], kind) if on_cpu else None
+        first.on_cpu = asked, stored
+    return stored
 
 
 def array_of(native: torch.Tensor) -> Array:
-    """Where a tensor of the CPU lies."""
+    """A CPU tensor as an Array."""
     size = native.element_size()
     return Array(native.data_ptr(), tuple(native.size()), [step * size for step in native.stride()], size)
 
@@ -98,7 +97,7 @@ def attend_on_cpu(
     op: str, ctx: Placement, query: TorchTensor, key: Stored | None, value: Stored | None, plan: RaggedPlan,
     scale: float, sinks: TorchTensor | None,
 ) -> TorchTensor | None:  # fmt: skip
-    """By as many threads as torch has; None without kernels, and for what they do not read."""
+    """Attention with torch's number of threads; None without kernels, and for unsupported operands."""
     if key is None or value is None or not query.dtype.is_float or cpu_attention.kernels() is None:
         return None
     if not plan.tokens:
@@ -122,7 +121,9 @@ def launch(
     op: str, ctx: Placement, attend: Callable[..., torch.Tensor], tensors: tuple[torch.Tensor, ...],
     values: Sequence[int], logits: torch.Tensor | None, scale: float, plan: RaggedPlan,
 ) -> TorchTensor:  # fmt: skip
-    """``attend`` of query, key and value by the plan, where all is in order; ``values`` is the shape of V."""
+    """Call ``attend`` with query, key and value by the plan, after checking them; ``values`` is the shape of
+    V.
+    """
     q, k, _ = tensors
     if logits is not None:
         check_sinks(op, logits, q.shape[1])
@@ -133,14 +134,14 @@ def launch(
         return TorchTensor.own(ctx, q.new_zeros((*q.shape[:2], values[2])), dtype)
     work, packed = work_of(ctx, q, values, plan, PROGRAMS * _multiprocessors(q.device))
     if work.reach > k.shape[0]:
-        raise BoundsError(f"{op}: the plan names row {work.reach - 1} of {k.shape[0]}")
+        raise BoundsError(f"{op}: the plan refers to row {work.reach - 1} of {k.shape[0]}")
     return TorchTensor.own(ctx, attend(*tensors, logits, scale, work, packed), dtype)
 
 
 def work_of(
     ctx: Placement, q: torch.Tensor, values: Sequence[int], plan: RaggedPlan, programs: int
 ) -> tuple[Work, torch.Tensor]:
-    """The plan divided for tensors like these, and on their device: one upload for all layers alike."""
+    """The plan divided for tensors like these, on their device; uploaded once for all similar layers."""
     heads, head_dim = q.shape[1:]
     _, kv_heads, v_dim = values
     kind = f"torch {q.device} {heads} {kv_heads} {head_dim} {v_dim} {q.element_size()} {programs}"
@@ -159,7 +160,7 @@ def _pack(sizes: tuple[int, ...], programs: int, plan: RaggedPlan) -> tuple[Work
 
 @functools.lru_cache(maxsize=16)
 def kernels_on(device: torch.device) -> ModuleType | None:
-    """The kernels, where triton is installed and the device is CUDA's; they were not tried on ROCm."""
+    """The kernels, if triton is installed and the device is a CUDA device; not tested on ROCm."""
     if device.type != "cuda" or torch.version.cuda is None:
         return None
     if torch.cuda.get_device_capability(device) < OLDEST:

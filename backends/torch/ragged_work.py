@@ -1,9 +1,9 @@
 """A ragged plan as work for a grid of programs: tiles of readers times chunks of keys, in integers.
 
-A *tile* is up to so many readers of one segment: what they share of it is read once for all of them. A tile
-that sees many keys is cut into *chunks*, so that a few long sequences keep a whole GPU busy (Flash-Decoding).
-One tile over one chunk is an *item*: one program per KV head. A query whose keys lie in several items has a
-*slot* for the result over each, and these are merged.
+A *tile* is a group of readers of one segment, whose shared rows are read once for all of them. A tile that
+sees many keys is cut into *chunks*, so that a few long sequences keep a whole GPU busy (Flash-Decoding). One
+tile over one chunk is an *item*: one program per KV head. A query whose keys are in several items has a
+*slot* for the result of each, and these are merged.
 """
 
 from __future__ import annotations
@@ -16,24 +16,26 @@ from ml.errors import BoundsError
 from ml.ragged import RaggedPlan
 
 HEADER = 8
-"""Integers at the front of ``Work.packed``."""
+"""The number of integers in the header of ``Work.packed``."""
 SHORTEST_CHUNK = 128
-"""Keys under which a chunk is not worth the merging."""
+"""The fewest keys for which a chunk is worth merging."""
 STARTING = 128
-"""To start a program takes about as long as to read so many keys: an estimate."""
+"""Starting a program takes about as long as reading this many keys; an estimate."""
 READING = 64
-"""To read a key from memory takes about as long as to compute with it for so many rows of a tile."""
+"""Reading a key takes about as long as computing with it for this many rows of a tile."""
 SHARED_BYTES = 96 << 10
-"""Of a multiprocessor's shared memory, what the keys and values of one program may take: two fit on one."""
+"""The shared memory of a multiprocessor for the keys and values of one program; two programs fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What a kernel is compiled for: the rows and keys that a program holds at once, and how it computes."""
+    """The compile-time constants of a kernel: the rows and keys that a program holds at once, and how it
+    computes.
+    """
 
     rows: int
     heads: int
-    """Query heads of a KV head that are rows of one tile; where it has more, they take several tiles."""
+    """Query heads of a KV head in one tile; further heads take more tiles."""
     keys: int
     warps: int
     stages: int
@@ -47,15 +49,15 @@ class Tile:
 class Work:
     """``packed``: I32, a header of 8, then the arrays that it names, flattened.
 
-    The header is how many items there are, how many queries are merged, how many slots, and where ``items``,
-    ``pairs``, ``merges`` and ``index`` begin; the last is 0.
+    The header has the numbers of items, of merged queries and of slots, and the offsets of ``items``,
+    ``pairs``, ``merges`` and ``index``; the last integer is 0.
 
-    ``items`` (W, 8): ``gathered, start, low, first, stop, high, pair, pairs``. Rows of the buffers are named
-    as by ``RaggedPlan.segments``; the item is over places ``[low, high)`` of the segment, of which every
-    reader sees ``[first, stop)``, whole blocks of keys. Its readers are ``pairs[pair : pair + pairs]``.
+    ``items`` (W, 8): ``gathered, start, low, first, stop, high, pair, pairs``. Rows of the buffers are
+    specified as in ``RaggedPlan.segments``; the item covers rows ``[low, high)`` of the segment, of which
+    every reader sees ``[first, stop)``, whole blocks of keys. Its readers are ``pairs[pair : pair + pairs]``.
 
-    ``pairs`` (P, 4): ``query, begin, end, slot``: as ``RaggedPlan.readers``. The slot is -1 where the query
-    has this part only, and -2 where it sees nothing of the item.
+    ``pairs`` (P, 4): ``query, begin, end, slot``: as ``RaggedPlan.readers``. The slot is -1 if the query has
+    only this part, and -2 if it sees nothing of the item.
 
     ``merges`` (M, 3): ``query, first, stop``: its slots. ``index`` is the plan's.
     """
@@ -67,25 +69,25 @@ class Work:
     slots: int
     indexed: bool
     reach: int
-    """Rows that the buffers have to have."""
+    """The number of rows that the buffers must have."""
 
 
 def padded(size: int) -> int:
-    """The power of 2 that a head dimension is computed as: tensor cores take no fewer than 16."""
+    """The head dimension padded to a power of 2; tensor cores need at least 16."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def choose_tile(plan: RaggedPlan, group: int, head_dim: int, v_dim: int, itemsize: int) -> Tile:
     """``group``: query heads per KV head; ``itemsize``: bytes of an element.
 
-    Rows: a power of 2 from 16 on. More of them read each key fewer times, and compute in vain for segments
-    with fewer readers; a program has registers for so many. Keys: as many as leave room for two stages.
+    Rows: a power of 2, at least 16. More rows read each key fewer times, but waste work for segments with
+    fewer readers, and registers are limited. Keys: as many as leave room for two stages.
     """
     width = padded(head_dim) + padded(v_dim)
     most = max(16, 2 * 128 * 128 // (width * itemsize // 2))
     counts = _reader_counts(plan)
     rows = 16
-    if group > rows or counts.max(initial=0) > rows // group:  # else one tile of these holds all readers
+    if group > rows or counts.max(initial=0) > rows // group:  # otherwise one tile of these has all readers
         sizes = [r for r in (16, 32, 64, 128) if r <= most]
         rows = min(sizes, key=lambda r: _cost(counts, plan.segments[:, 2], group, r))
     keys = max(16, min(64, SHARED_BYTES // (2 * width * itemsize)))
@@ -104,7 +106,7 @@ def _cost(counts: np.ndarray, lengths: np.ndarray, group: int, rows: int) -> int
 def divide(plan: RaggedPlan, tile: Tile, programs: int, copies: int) -> Work:
     """The work of a plan in tiles like ``tile``; chunks are of whole blocks of keys.
 
-    ``programs``: how many programs the device runs at once; each item is run ``copies`` times.
+    ``programs``: the number of programs that the device runs at once; each item runs ``copies`` times.
     """
     first, counts, segment = _tiles(plan, tile.readers)
     members = _ranges(first, counts)
@@ -142,7 +144,7 @@ def _reader_counts(plan: RaggedPlan) -> np.ndarray:
 
 
 def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """``[starts[i], starts[i] + counts[i])`` for all i, one behind the other."""
+    """``[starts[i], starts[i] + counts[i])`` for all i, concatenated."""
     if counts.size and counts.min() == counts.max() == 1:
         return starts
     before = np.cumsum(counts) - counts
@@ -151,7 +153,7 @@ def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def _tiles(plan: RaggedPlan, readers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The first reader of each tile, how many it has, and its segment."""
+    """The first reader of each tile, its number of readers, and its segment."""
     counts = _reader_counts(plan)
     if counts.max(initial=0) <= readers:
         return plan.segments[:, 3], counts, np.arange(len(counts))
@@ -162,13 +164,15 @@ def _tiles(plan: RaggedPlan, readers: int) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def _reach(plan: RaggedPlan, segment: np.ndarray, low: np.ndarray, high: np.ndarray) -> int:
-    """One more than the largest row that is read. Raises BoundsError for what no buffer could have."""
+    """One more than the largest row that is read. Raises BoundsError for invalid rows."""
     gathered, start, length = plan.segments[segment, :3].T
     if (low < 0).any() or (high > length).any() or (start < 0).any():
         raise BoundsError("ragged_attention: a reader of the plan sees rows outside of its segment")
     listed = gathered == 1
     if (listed & (start + high > plan.index.size)).any() or (plan.index.size and plan.index.min() < 0):
-        raise BoundsError(f"ragged_attention: the plan names rows outside of its index ({plan.index.size},)")
+        raise BoundsError(
+            f"ragged_attention: the plan refers to rows outside of its index ({plan.index.size},)"
+        )
     runs = (start + high)[~listed]
     return max(int(runs.max(initial=0)), int(plan.index.max(initial=-1)) + 1)
 
@@ -176,7 +180,7 @@ def _reach(plan: RaggedPlan, segment: np.ndarray, low: np.ndarray, high: np.ndar
 def _chunks(
     low: np.ndarray, high: np.ndarray, block: int, programs: int, copies: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The tile of each item and the places that it is over; only the last chunk of a tile is shorter."""
+    """The tile and the rows of each item; only the last chunk of a tile is shorter."""
     lengths = (high - low).astype(np.int64)
     longest = _longest(lengths, programs, copies)
     pieces = -(-lengths // longest)
@@ -188,10 +192,9 @@ def _chunks(
 
 
 def _longest(lengths: np.ndarray, programs: int, copies: int) -> int:
-    """Keys per chunk with which the last program ends soonest: of tiles of equal length in one or two waves.
-
-    A device that runs ``programs`` at once takes two waves for one more. Tiles of unequal length do not run
-    in waves; there it counts that no chunk is much longer than the others.
+    """The keys per chunk with which the last program ends earliest; for tiles of equal length, in one or two
+    waves. A device that runs ``programs`` at once needs two waves for one more. Tiles of unequal length do
+    not run in waves; then no chunk should be much longer than the others.
     """
     total, tiles = int(lengths.sum()), len(lengths)
     shares = [-(-total * copies // (2 * programs))]
@@ -210,7 +213,7 @@ def _longest(lengths: np.ndarray, programs: int, copies: int) -> int:
 
 
 def _slots(queries: np.ndarray, seen: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """The slot of each pair, the slots of each query that has several, and how many slots there are."""
+    """The slot of each pair, the slots of each query with several, and the number of slots."""
     parts = np.bincount(queries[seen], minlength=tokens)
     several = parts > 1
     slots = np.where(seen, -1, -2)

@@ -1,8 +1,8 @@
 """Tensor on ``torch.Tensor``: torch keeps the geometry, so a view is one ``as_strided``.
 
-In ``from_native``, ``view``, ``slice`` and ``copy`` torch's own checks come first; only when it
-refuses, or cannot be asked, do the checks of ``ml.base.BaseTensor`` run and name the reason. The
-KV cache's decode loop has a way of its own: store.py.
+In ``from_native``, ``view``, ``slice`` and ``copy``, torch's own checks come first; only if it refuses or
+does not check do the checks of ``ml.base.BaseTensor`` run and name the reason. The KV cache's decode loop has
+its own path: store.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from ml.strided import LARGEST_NDIM, Shape, contiguous_strides, overlaps_itself
 
 _EVERYWHERE = 1 << 64
 _GELU_LARGEST = 1e38
-"""Beyond it the vectorized gelu of torch's CPU is infinite, and of infinity NaN: it doubles, then halves."""
+"""Beyond it, torch's vectorized gelu on the CPU is infinite, and NaN for infinity, since it doubles, then
+halves.
+"""
 _GELU_LINEAR = 10.0
 """From here on, gelu(x) is x in every dtype."""
 _PUBLIC = {"alias": "view", "write_from": "copy", "gather": "rows", "scatter": "set_rows"}
@@ -32,11 +34,11 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Placement(Protocol):
-    """What a result needs of the context that it is made in."""
+    """The properties of a context that results need."""
 
     torch_device: torch.device
     moves: bool
-    """Whether operands may lie on another device than results."""
+    """Whether operands may be on a different device from results."""
     device_index: int
 
     @property
@@ -45,16 +47,15 @@ class Placement(Protocol):
 
 
 class TorchStorage(Storage):
-    """What counts one allocation in ``Backend.memory()``; torch itself keeps the memory.
-
-    Addresses in ``[low, high)`` are this allocation's: who starts elsewhere does not overlap it.
-    All tensors of users on one device share one entry, which may be anywhere.
+    """Counts one allocation in ``Backend.memory()``; torch itself owns the memory. Addresses in ``[low,
+    high)`` belong to this allocation: tensors that start elsewhere do not overlap it. All tensors of users on
+    one device share one storage, whose addresses are unknown.
     """
 
     __slots__ = ("high", "low")
 
     def __init__(self, backend: BaseBackend, device: int, owned: torch.Tensor | None) -> None:
-        # As Storage.__init__, in line: every result of an operation has one.
+        # Storage.__init__, inlined, since every result of an operation has one.
         self.low, self.high = 0, _EVERYWHERE
         self.backend, self.device = backend, device
         self.array, self.size = None, 0
@@ -62,7 +63,7 @@ class TorchStorage(Storage):
             backend.allocations[id(self)] = device, owned.nbytes
 
     def locate(self, array: torch.Tensor) -> None:
-        """Note the addresses, the first time that a write asks for them."""
+        """Record the addresses, when a write first needs them."""
         if self.high == _EVERYWHERE and id(self) in self.backend.allocations:
             memory = array.untyped_storage()
             self.low = memory.data_ptr()
@@ -70,30 +71,30 @@ class TorchStorage(Storage):
 
 
 class UploadedStorage(TorchStorage):
-    """Of what came in one transfer, and is not written: indices are widened once, for all layers."""
+    """Tensors uploaded in one transfer and never written; indices are widened once for all layers."""
 
     __slots__ = ("_wide",)
 
     def widened(self, indices: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """``indices``, of this storage, as the I64 that torch scatters by."""
+        """``indices``, of this storage, as I64, which torch's scatter needs."""
         if not hasattr(self, "_wide"):
             self._wide: dict[tuple[int, int, torch.device], torch.Tensor] = {}
         key = int(indices.storage_offset()), indices.numel(), device
-        found = self._wide.get(key)
-        if found is None:
-            found = self._wide[key] = indices.to(device, torch.int64)
-        return found
+        wide = self._wide.get(key)
+        if wide is None:
+            wide = self._wide[key] = indices.to(device, torch.int64)
+        return wide
 
 
 def wide_indices(indices: TorchTensor, device: torch.device) -> torch.Tensor:
-    """I32 indices as the I64 that torch scatters by, on ``device``."""
+    """I32 indices as I64, which torch's scatter needs, on ``device``."""
     if isinstance(indices.storage, UploadedStorage):
         return indices.storage.widened(indices.native, device)
     return indices.native.to(device, torch.int64)
 
 
 def _guarded(method: _Method) -> _Method:
-    """What torch raises in ``method`` becomes an ml error that names the operation and the device."""
+    """Wrap ``method`` to translate torch's errors, naming the operation and the device."""
     name = method.__name__.removeprefix("_")
 
     @functools.wraps(method)
@@ -114,7 +115,7 @@ class TorchTensor(BaseTensor):
 
     native: torch.Tensor
     on_cpu: Any
-    """What the kernels of the CPU were told of it, and as what: see stored_of of ragged.py."""
+    """The cached argument of the CPU kernels: see stored_of in ragged.py."""
 
     def __init__(self, native: torch.Tensor, dtype: DType, storage: TorchStorage) -> None:
         self.native = native
@@ -122,11 +123,11 @@ class TorchTensor(BaseTensor):
         self.storage = storage
         self.backend = storage.backend
         self.known_shape: Shape | None = None
-        """``shape`` once it was asked for: a tuple of torch's takes longer to make than a view."""
+        """``shape``, cached on first use, since converting torch's shape takes longer than making a view."""
 
     @classmethod
     def own(cls, ctx: Placement, array: torch.Tensor, dtype: DType) -> Self:
-        """Wrap what torch has just allocated; C-contiguous, so that ``view`` counts as one expects."""
+        """Wrap a new allocation of torch; C-contiguous, so that ``view`` has the expected offsets."""
         array = array.contiguous()
         made = _new(TorchTensor)
         made.native = array
@@ -149,13 +150,13 @@ class TorchTensor(BaseTensor):
 
     @property
     def device(self) -> str:
-        """The name of the device of the backend that this lies on."""
+        """The name of this tensor's device."""
         return self.backend.devices[self.storage.device].name
 
     def to_numpy(self) -> np.ndarray:
         self.backend.check("to_numpy")
         settle = self.backend.settle  # type: ignore[attr-defined]
-        if settle is not None:  # what is read may depend on ranks that are lost
+        if settle is not None:  # the value may depend on lost ranks
             settle("to_numpy")
         return to_host(self.native, self.dtype)
 
@@ -176,7 +177,7 @@ class TorchTensor(BaseTensor):
             ctx.check("view", self)
         try:
             sizes = shape if type(shape) is tuple else tuple(shape)
-            if 0 not in sizes and len(sizes) <= LARGEST_NDIM:  # torch leaves empty views unchecked
+            if 0 not in sizes and len(sizes) <= LARGEST_NDIM:  # torch does not check empty views
                 native = self.native
                 if strides is None:
                     steps = contiguous_strides(sizes)
@@ -189,7 +190,7 @@ class TorchTensor(BaseTensor):
                 shown.backend = self.backend
                 shown.known_shape = None
                 return cast("Self", shown)
-        except Exception:  # whatever it was, the checks below name it
+        except Exception:  # any error: the checks below name the reason
             pass
         return super().view(ctx, offset, shape, strides)
 
@@ -213,7 +214,7 @@ class TorchTensor(BaseTensor):
         if ctx.active_backend is not self.backend or self.backend.closed:
             ctx.check("permute", self)
         try:
-            if axes:  # none reverses the axes here, and is no permutation to torch
+            if axes:  # without axes they are reversed, which torch does not do
                 return type(self)(self.native.permute(axes), self.dtype, self.storage)
         except Exception:
             pass
@@ -224,7 +225,7 @@ class TorchTensor(BaseTensor):
             ctx.check("reshape", self)
         sizes = flat(shape)
         try:
-            if 0 not in sizes and len(sizes) <= LARGEST_NDIM:  # torch leaves empty shapes unchecked
+            if 0 not in sizes and len(sizes) <= LARGEST_NDIM:  # torch does not check empty shapes
                 return type(self)(self.native.view(sizes), self.dtype, self.storage)
         except Exception:
             pass
@@ -251,7 +252,7 @@ class TorchTensor(BaseTensor):
         return super().copy(ctx, dst)
 
     def _read_first(self, src: Self) -> torch.Tensor:
-        """The source of a write, cloned where it overlaps: torch leaves such a write undefined."""
+        """The source of a write, cloned if it overlaps, since torch leaves such a write undefined."""
         storage, source = self.storage, src.native
         storage.locate(self.native)
         if storage.low <= source.data_ptr() < storage.high and share_memory(source, self.native):
@@ -286,9 +287,9 @@ class TorchTensor(BaseTensor):
 
     @_guarded
     def _gather(self, ctx: Placement, indices: Any, axis: int) -> Self:
-        native = self.native  # chosen where it lies: what is brought to the context's device are the rows
-        found = native.index_select(axis, self._rows(indices, native.device))
-        return self.own(ctx, found.to(ctx.torch_device) if ctx.moves else found, self.dtype)
+        native = self.native  # selected on its own device: only the rows move to the context's
+        gathered = native.index_select(axis, self._rows(indices, native.device))
+        return self.own(ctx, gathered.to(ctx.torch_device) if ctx.moves else gathered, self.dtype)
 
     @_guarded
     def _concat(self, ctx: Placement, other: Self, axis: int) -> Self:
@@ -300,7 +301,7 @@ class TorchTensor(BaseTensor):
         times[axis] = n
         return self.own(ctx, self.native_on(ctx).repeat(times), self.dtype)
 
-    # Compute: torch's kernels widen F16 and BF16 to F32 and round once, except where said.
+    # Compute: torch's kernels widen F16 and BF16 to F32 and round once, except as noted.
 
     @_guarded
     def _binary(self, ctx: Placement, op: str, other: Self) -> Self:
@@ -317,13 +318,13 @@ class TorchTensor(BaseTensor):
     @_guarded
     def _gelu(self, ctx: Placement, tanh: bool) -> Self:
         x = self.native_on(ctx)
-        flat = x.flatten()  # oneDNN takes 12 axes
+        flat = x.flatten()  # oneDNN supports 12 axes
         if tanh:
             return self.own(ctx, functional.gelu(flat, approximate="tanh").view(x.shape), self.dtype)
-        found = functional.gelu(flat).view(x.shape)
+        result = functional.gelu(flat).view(x.shape)
         if x.is_cpu and x.numel() and not bool(x.amax() <= _GELU_LARGEST):
-            found = torch.where(x > _GELU_LINEAR, x, found)
-        return self.own(ctx, found, self.dtype)
+            result = torch.where(x > _GELU_LINEAR, x, result)
+        return self.own(ctx, result, self.dtype)
 
     @_guarded
     def _clamp(self, ctx: Placement, lo: float | None, hi: float | None) -> Self:
@@ -341,7 +342,7 @@ class TorchTensor(BaseTensor):
     @_guarded
     def _softmax(self, ctx: Placement, axis: int) -> Self:
         x = self.native_on(ctx)
-        if self.dtype in _NARROW and axis != x.dim() - 1:  # there torch rounds the exponentials too
+        if self.dtype in _NARROW and axis != x.dim() - 1:  # torch then rounds the exponentials too
             x = x.to(torch.float32)
         return self.own(ctx, x.softmax(axis).to(TO_TORCH[self.dtype]), self.dtype)
 
@@ -352,7 +353,7 @@ class TorchTensor(BaseTensor):
             return self.own(ctx, x.sum(axis, keepdims), self.dtype if self.dtype.is_float else DType.I64)
         if op == "max":
             return self.own(ctx, x.amax(axis, keepdims), self.dtype)
-        if op == "mean":  # of F16 and BF16 torch rounds the sum before it divides
+        if op == "mean":  # for F16 and BF16, torch rounds the sum before dividing
             mean = x.mean(axis, keepdims, dtype=torch.float32)
             return self.own(ctx, mean.to(TO_TORCH[self.dtype]), self.dtype)
         return self.own(ctx, _ordered(x).argmax(axis, keepdims).to(torch.int32), DType.I32)
@@ -386,25 +387,24 @@ class TorchTensor(BaseTensor):
     # Helpers.
 
     def native_on(self, ctx: Placement) -> torch.Tensor:
-        """The native tensor on the context's device: work on several devices moves its operands."""
+        """The native tensor on the context's device; operands are moved if there are several devices."""
         return self.native.to(ctx.torch_device) if ctx.moves else self.native
 
     def _rows(self, indices: Any, device: torch.device) -> torch.Tensor:
         if isinstance(indices, TorchTensor):
             return indices.native.to(device)
-        rows = torch.from_numpy(indices.copy())  # a copy: torch takes no read-only or reversed array
+        rows = torch.from_numpy(indices.copy())  # a copy: torch rejects read-only and reversed arrays
         return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
 
 
 def _ordered(x: torch.Tensor) -> torch.Tensor:
-    """BOOL as numbers: torch finds no largest of those, and CUDA does not sort them."""
+    """BOOL as numbers: torch has no maximum of BOOL, and CUDA does not sort it."""
     return x.to(torch.uint8) if x.dtype is torch.bool else x
 
 
 def _top_k(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """torch's topk leaves the order of equal values open; a stable sort is needed only where some are.
-
-    A device is not asked whether some are: that would wait for it.
+    """torch's topk leaves the order of ties open; a stable sort is needed only if there are ties. This is not
+    checked on a device, since that would wait for it.
     """
     if not x.is_cpu:
         values, order = torch.sort(x, dim=-1, descending=True, stable=True)

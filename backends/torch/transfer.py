@@ -1,4 +1,4 @@
-"""Pages between CUDA devices and page-locked host memory, on streams of their own."""
+"""Pages between CUDA devices and page-locked host memory, on separate streams."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Queue:
                 yield
 
     def mark(self) -> Any:
-        # Blocking: the thread that waits for it leaves the processor to others.
+        # Blocking: a waiting thread yields the processor.
         event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
@@ -73,7 +73,7 @@ class TorchPages:
         return host
 
     def page_out(self, tensors: Sequence[TorchTensor]) -> tuple[list[np.ndarray], StreamTransfer] | None:
-        """None where a tensor is on no CUDA device."""
+        """None if a tensor is not on a CUDA device."""
         if not all(map(_is_far, tensors)):
             return None
         hosts = [_pinned(tensor.shape, tensor.dtype) for tensor in tensors]
@@ -83,7 +83,7 @@ class TorchPages:
         return arrays, self._streams.begin("page_out", copies, pairs)
 
     def page_in(self, arrays: Sequence[np.ndarray], tensors: Sequence[TorchTensor]) -> StreamTransfer | None:
-        """None where a tensor is on no CUDA device."""
+        """None if a tensor is not on a CUDA device."""
         if not all(map(_is_far, tensors)):
             return None
         pairs = [(tensor.native, _source(array)) for array, tensor in zip(arrays, tensors, strict=True)]
@@ -96,7 +96,7 @@ def _is_far(tensor: TorchTensor) -> bool:
 
 
 def _pinned(shape: Sequence[int], dtype: DType) -> torch.Tensor:
-    """Page-locked memory of torch's own pool: it takes a new piece only where none of the size is free."""
+    """Page-locked memory from torch's pool, which allocates only if no block of the size is free."""
     try:
         with torch.inference_mode(False):
             return torch.empty(tuple(shape), dtype=TO_TORCH[dtype], pin_memory=True)
@@ -115,9 +115,8 @@ def _array(host: torch.Tensor, dtype: DType) -> np.ndarray:
 
 
 def _source(array: np.ndarray) -> torch.Tensor:
-    """The array's own memory where torch takes it.
-
-    Only from there, page-locked, is it copied at the speed of the bus: a copy of it is not.
+    """The array's own memory if torch accepts it. Only page-locked memory is copied at the speed of the bus;
+    a copy would not be page-locked.
     """
     dtype = DType.from_numpy(array.dtype)
     whole = array if takes(array) else np.array(array, order="C")
@@ -126,9 +125,9 @@ def _source(array: np.ndarray) -> torch.Tensor:
 
 
 def _pieces(target: torch.Tensor, source: torch.Tensor) -> Iterator[Callable[[], None]]:
-    """Copies of one run each, straight to where it will lie; else one that torch does in two steps.
-
-    A source with gaps torch would first gather, in memory that is not page-locked: there shorter runs do.
+    """Copies of one run each, directly to their destination; else one copy, which torch makes in two steps.
+    torch would first gather a source with gaps in memory that is not page-locked, so shorter runs are allowed
+    there.
     """
     least = RUN if source.is_contiguous() else SHORT_RUN
     both = [runs(tuple(x.shape), x.stride(), x.element_size(), least) for x in (target, source)]

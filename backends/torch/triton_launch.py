@@ -1,4 +1,4 @@
-"""Triton kernels, launched again without Triton looking at their arguments."""
+"""Launches compiled Triton kernels without Triton's inspection of their arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether TRITON_INTERPRET was set when this module was imported: kernels then run on the host."""
 COMPILED_LIMIT = 1024
 _compiled: dict[Hashable, CompiledKernel] = {}
-"""By all that Triton compiles a kernel for."""
+"""By everything that determines Triton's compilation of a kernel."""
 
 
 def launch(
@@ -30,9 +30,9 @@ def launch(
 
     All of them are in the order of its parameters.
 
-    What Triton compiled for arguments like these is launched by itself: to find it, Triton looks at each
-    argument, which takes some 50 us of the host. It compiles anew for other dtypes and constants, for
-    integers that are 1, multiples of 16 or wider than 32 bits, and for memory not aligned to 16 bytes.
+    The kernel compiled for arguments like these is launched directly, since Triton's lookup inspects each
+    argument, which takes about 50 us on the host. Kernels are specialized for dtypes and constants, for
+    integers that are 1, multiples of 16 or wider than 32 bits, and for memory aligned to 16 bytes.
     """
     key: Hashable = None
     if not INTERPRETED:
@@ -42,9 +42,9 @@ def launch(
             tuple([place % 16 for place in places]), tuple(integers), tuple(constants.values()), warps,
             stages,
         )  # fmt: skip
-        found = _compiled.get(key)
-        if found is not None:
-            found[*grid, 1](*places, *floats, *integers, *constants.values())
+        compiled = _compiled.get(key)
+        if compiled is not None:
+            compiled[*grid, 1](*places, *floats, *integers, *constants.values())
             return
     kernel = function[grid](*tensors, *floats, *integers, **constants, num_warps=warps, num_stages=stages)
     if key is not None and isinstance(kernel, CompiledKernel):

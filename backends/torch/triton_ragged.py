@@ -1,6 +1,6 @@
-"""Attention by a ragged plan in two Triton kernels: one over its items, one that merges what was divided.
+"""Attention by a ragged plan in two Triton kernels: one over its items, one that merges partial results.
 
-Importing this module imports triton, which PyTorch's CUDA wheels bring. Softmax is taken in powers of 2, in
+Importing this module imports triton, a dependency of PyTorch's CUDA wheels. The softmax uses powers of 2, in
 F32, key block by key block (Dao et al., FlashAttention-2, 2023), and products accumulate in F32.
 """
 
@@ -14,13 +14,13 @@ from backends.torch.ragged_work import Work, padded
 from backends.torch.triton_launch import INTERPRETED, launch
 
 MERGED_AT_ONCE = 8
-"""Parts of a query that the merging reads together."""
+"""Parts of a query that are merged at a time."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _dot(a, b, acc, WIDEN: tl.constexpr):
-    """acc + a @ b, of what a GPU takes as it is; Triton's interpreter would multiply the bits of BF16."""
+    """acc + a @ b, directly on a GPU; Triton's interpreter would multiply the bits of BF16."""
     if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
@@ -28,9 +28,8 @@ def _dot(a, b, acc, WIDEN: tl.constexpr):
 
 @triton.jit
 def _read(stored, rows, dims, mask, dtype: tl.constexpr, BITS: tl.constexpr):
-    """Numbers ``dims`` of ``rows``, whose shapes broadcast: as they lie, or codes times scales of blocks.
-
-    Of codes of 4 bits two are in a byte; those of a block's second half are its high ones.
+    """Elements ``dims`` of ``rows``, whose shapes broadcast: plain numbers, or codes times scales of blocks.
+    A byte has two 4-bit codes; the high ones belong to the second half of a block.
     """
     base, cell, dim, scales, scale_cell, scale_dim = stored
     if BITS == 0:
@@ -51,7 +50,7 @@ def _attend_block(
     INDEXED: tl.constexpr, WIDEN: tl.constexpr, K_BITS: tl.constexpr, V_BITS: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys from ``place`` of the segment on, all of it seen by every row unless BOUNDED."""
+    """Process one block of keys from ``place`` of the segment on, visible to every row unless BOUNDED."""
     top, total, acc = state
     gathered, start = item
     places = place + tl.arange(0, BLOCK_N)
@@ -75,13 +74,13 @@ def _attend_block(
         seen = (places[None, :] >= begins[:, None]) & (places[None, :] < ends[:, None]) & inside[None, :]
         scores = tl.where(seen, scores, float("-inf"))
     higher = tl.maximum(top, tl.max(scores, 1))
-    # A row that has seen nothing yet: -inf minus -inf would be NaN.
+    # For a row that has seen nothing yet, -inf minus -inf would be NaN.
     finite = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(scores - finite[:, None])
     shrink = tl.exp2(top - finite)
     acc = acc * shrink[:, None]
     if BOUNDED:
-        # 0 times NaN is NaN: what one row of the tile sees must not reach another that does not see it.
+        # 0 times NaN is NaN: values seen by one row of the tile must not affect rows that do not see them.
         # Infinity counts as NaN here.
         broken = (v.to(tl.float32) - v.to(tl.float32)) != 0.0
         if tl.max(broken.to(tl.int32)) > 0:
@@ -103,9 +102,9 @@ def attend_items(
     INDEXED: tl.constexpr, WIDEN: tl.constexpr, SINKS: tl.constexpr,
     K_BITS: tl.constexpr, V_BITS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (items, KV heads * tiles of a KV head's query heads); see Work for what ``work`` holds.
+    """Grid (items, KV heads * tiles of a KV head's query heads); see Work for the content of ``work``.
 
-    A row is a reader and a query head. Rows with a slot leave attention and log-sum-exp in ``scratch``:
+    A row is a reader and a query head. Rows with a slot write attention and log-sum-exp to ``scratch``:
     (slots, heads, v_dim), then (slots, heads); the others write to ``out`` (tokens, heads, v_dim).
     """
     number = tl.program_id(0)
@@ -177,7 +176,7 @@ def merge_parts(
     work, sinks, out, scratch, sink_step,
     HEADS: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (merged queries, heads): the parts of each, weighed by their log-sum-exp."""
+    """Grid (merged queries, heads): merge the parts of each, weighted by their log-sum-exp."""
     number = tl.program_id(0)
     if number >= tl.load(work + 1):
         return
@@ -224,11 +223,9 @@ def attend(
     scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     bits: tuple[int, int] = (0, 0),
 ) -> torch.Tensor:
-    """q (tokens, heads, D), k and v (cells, kv_heads, ...), strided as they may be; (tokens, heads, v_dim).
-
-    Where ``bits`` of K or V are 8 or 4, these are codes of Q8_0 or Q4_0, and ``scales`` theirs. ``packed`` is
-    the work's, on the device of the others. One launch, and a second where queries are merged; neither waits
-    for the device.
+    """q (tokens, heads, D), k and v (cells, kv_heads, ...) with any strides -> (tokens, heads, v_dim). If
+    ``bits`` of K or V are 8 or 4, these are codes of Q8_0 or Q4_0 with their ``scales``. ``packed`` is the
+    work's, on the same device. One launch, and a second if queries are merged; neither waits for the device.
     """
     tokens, heads, head_dim = q.shape
     kv_heads, width = v.shape[1:]
@@ -237,12 +234,12 @@ def attend(
     out = q.new_empty((tokens, heads, v_dim))
     scratch = q.new_empty(work.slots * heads * (v_dim + 1), dtype=torch.float32)
     sink, step = (out, 0) if sinks is None else (sinks, sinks.stride(0))
-    given = [out if one is None else one for one in scales]
-    steps = [stride for x in (q, k, v, *given) for stride in x.stride()]
+    scale_tensors = [out if one is None else one for one in scales]
+    steps = [stride for x in (q, k, v, *scale_tensors) for stride in x.stride()]
     with torch.cuda.device_of(q):
         launch(
             attend_items, (work.items, kv_heads * -(-group // tile.heads)),
-            (q, k, v, *given, packed, sink, out, scratch), (float(scale),), (*steps, step),
+            (q, k, v, *scale_tensors, packed, sink, out, scratch), (float(scale),), (*steps, step),
             {
                 "GROUP": group, "HEADS_PER_TILE": tile.heads, "HEADS": heads, "HEAD_DIM": head_dim,
                 "V_DIM": v_dim, "PAD": padded(head_dim), "V_PAD": padded(v_dim), "BLOCK_M": tile.rows,

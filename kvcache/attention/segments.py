@@ -96,7 +96,7 @@ class KeptSegments:
     step.
     """
 
-    _found: list[Segment]
+    _segments: list[Segment]
     _tails: np.ndarray
     """The segments that end where their sequences do: one per sequence, if the next pass may continue with
     them.
@@ -107,7 +107,7 @@ class KeptSegments:
     _grown: int = 0
     """How many cells each tail has grown by since it was found."""
     _added: int = 0
-    """How many of these are contained in ``_found``."""
+    """How many of these are contained in ``_segments``."""
     _planned: tuple[int, ml.RaggedPlan] | None = None
     """A plan, and the value of ``_grown`` when it was made."""
 
@@ -137,7 +137,7 @@ class KeptSegments:
         if not one_each or table.changes != self._changes or _order(groups) != self._order:
             return None
         return KeptSegments(
-            self._found, self._tails, self._order, self._changes, table.appended,
+            self._segments, self._tails, self._order, self._changes, table.appended,
             self._grown + 1, self._added, self._planned,
         )  # fmt: skip
 
@@ -145,11 +145,11 @@ class KeptSegments:
     def found(self) -> list[Segment]:
         if self._grown > self._added:
             more, self._added = self._grown - self._added, self._grown
-            self._found = self._found.copy()
+            self._segments = self._segments.copy()
             for tail in self._tails.tolist():
-                segment = self._found[tail]
-                self._found[tail] = Segment(segment.cells, segment.length + more, segment.queries)
-        return self._found
+                segment = self._segments[tail]
+                self._segments[tail] = Segment(segment.cells, segment.length + more, segment.queries)
+        return self._segments
 
     def plan(self, tokens: int) -> ml.RaggedPlan:
         """``ragged_plan`` of these segments, derived from that of an earlier step if there is one."""

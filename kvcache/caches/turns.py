@@ -33,17 +33,17 @@ class Turns:
         self._state = threading.Lock()
         self._waiting: deque[threading.Lock] = deque()
         """One lock for each waiting thread; releasing it lets the thread continue."""
-        self._held = False
+        self._locked = False
         self._last, self._depth = get_ident(), 0
 
     def __enter__(self) -> Self:
         me = get_ident()
         with self._state:
-            if self._held and self._last == me and self._depth:
+            if self._locked and self._last == me and self._depth:
                 self._depth += 1
                 return self
-            turn = None if not self._held else threading.Lock()
-            self._held = True
+            turn = None if not self._locked else threading.Lock()
+            self._locked = True
             if turn is not None:
                 turn.acquire()
                 self._waiting.append(turn)
@@ -76,7 +76,7 @@ class Turns:
             if self._waiting:
                 self._waiting.popleft().release()
             else:
-                self._held = False
+                self._locked = False
 
     def __exit__(self, *_: object) -> None:
         if self._depth > 1:

@@ -1,1 +1,1 @@
-"""Our caches inside other runtimes. Each module here imports the runtime that it is for."""
+"""These caches inside other runtimes. Each module imports the runtime that it supports."""

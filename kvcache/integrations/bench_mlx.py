@@ -1,4 +1,4 @@
-"""What `kvcache bench` compares with on MLX: slice writes by hand, and mlx-lm's caches."""
+"""The contenders of `kvcache bench` on MLX: hand-written slice writes, and mlx-lm's caches."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvcache.testing.bench.timing import Contender
 __all__ = ["EAGER", "FLOORS", "LAYERS", "Slices", "floors", "peers"]
 
 EAGER = False
-"""Whether a call has done its work when it returns."""
+"""Whether a call has completed its work when it returns."""
 FLOORS = ("floor (slices)",)
 LAYERS = 8
-"""A step is all of them, and one evaluation."""
+"""A step covers all layers and ends with one evaluation."""
 
 
 class Slices:
@@ -40,14 +40,14 @@ class Slices:
         self.resize(history + (ROOM if grow else new))
 
     def resize(self, cells: int) -> None:
-        """New buffers of so many cells."""
+        """Replace the buffers by new ones of ``cells`` cells."""
         _, heads, _, dim = self.token.shape
         shape = (1, heads, cells, dim)
         self.layers = [[mx.zeros(shape, self.token.dtype) for _ in "kv"] for _ in range(self.count)]
         mx.eval(self.layers, self.token)
 
     def step(self) -> None:
-        """All layers, and one evaluation, as a decoding step has."""
+        """Run all layers and one evaluation, like a decoding step."""
         begin, token, views = self.at, self.token, []
         end = begin + self.new
         first = max(0, end - self.window) if self.window else 0
@@ -74,10 +74,10 @@ def floors(
 def peers(
     history: int, new: int, heads: int, dim: int, dtype: str, grow: bool = True, window: int = 0
 ) -> dict[str, Contender]:
-    """mlx-lm's caches after ``history`` tokens; none where it is not installed."""
+    """mlx-lm's caches after ``history`` tokens; empty if it is not installed."""
     if importlib.util.find_spec("mlx_lm") is None:
         return {}
-    module: Any = importlib.import_module("mlx_lm.models.cache")  # it has no types
+    module: Any = importlib.import_module("mlx_lm.models.cache")  # untyped
     if window:
         return {
             "mlx-lm RotatingKVCache": _peer(

@@ -1,4 +1,4 @@
-"""What `kvcache bench` compares with on PyTorch: writes and views by hand, and transformers' caches."""
+"""The contenders of `kvcache bench` on PyTorch: hand-written writes and views, and transformers' caches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvcache.testing.bench.timing import Contender
 __all__ = ["EAGER", "FLOORS", "LAYERS", "Contiguous", "Slices", "Strided", "fix_threads", "floors", "peers"]
 
 EAGER = True
-"""Whether a call has done its work when it returns."""
+"""Whether a call has completed its work when it returns."""
 FLOORS = ("floor (as_strided)", "floor (slices)")
 
 
@@ -29,14 +29,14 @@ class Slices:
     def __init__(
         self, history: int, new: int, heads: int, dim: int, dtype: str, grow: bool, window: int = 0
     ) -> None:
-        """``window``: the views show so many of the last cells; 0: all. ``grow``: each step appends."""
+        """``window``: the number of last cells that the views show; 0: all. ``grow``: each step appends."""
         self.window, self.new, self.grow, self.at = window, new, grow, history
         self.heads, self.dim = heads, dim
         self.token = torch.randn(heads, new, dim).to(getattr(torch, dtype))
         self.resize(history + (ROOM if grow else new))
 
     def resize(self, cells: int) -> None:
-        """New buffers of so many cells."""
+        """Replace the buffers by new ones of ``cells`` cells."""
         self.cells, self.strides = cells, (cells * self.dim, self.dim, 1)
         shape, native = (self.heads, cells, self.dim), self.token.dtype
         self.layers = [[torch.zeros(shape, dtype=native) for _ in "kv"] for _ in range(LAYERS)]
@@ -94,10 +94,10 @@ class Contiguous:
 def floors(
     history: int, new: int, heads: int, dim: int, dtype: str, grow: bool = True, window: int = 0
 ) -> dict[str, Contender]:
-    """The two ways by hand; ``FLOORS`` names them.
+    """The two hand-written floors; ``FLOORS`` names them.
 
-    Each on its own buffers, as every contender is: who writes where another has just written finds the
-    lines in the processor's caches, and looks a third faster than it is.
+    Each has its own buffers, like every contender: writing where another has just written hits the
+    processor's caches, and appears a third faster.
     """
     kinds = (Strided, Slices)
     made = (kind(history, new, heads, dim, dtype, grow, window).contender() for kind in kinds)
@@ -107,17 +107,16 @@ def floors(
 def peers(
     history: int, new: int, heads: int, dim: int, dtype: str, grow: bool = True, window: int = 0
 ) -> dict[str, Contender]:
-    """transformers' caches after ``history`` tokens; none where it is not installed.
-
-    Without ``grow`` they are set back after each step, untimed.
+    """transformers' caches after ``history`` tokens; empty if it is not installed. Without ``grow`` they are
+    reset after each step, untimed.
     """
     if importlib.util.find_spec("transformers") is None:
         return {}
-    found = {}
+    caches = {}
     for name, cache in _caches(history + (ROOM if grow else new), heads, dim, window):
         peer = _Peer(cache, history, new, heads, dim, dtype)
-        found[name] = Contender(peer.step, peer.prepare, (lambda: None) if grow else peer.undo)
-    return found
+        caches[name] = Contender(peer.step, peer.prepare, (lambda: None) if grow else peer.undo)
+    return caches
 
 
 def _caches(capacity: int, heads: int, dim: int, window: int) -> Iterator[tuple[str, Any]]:

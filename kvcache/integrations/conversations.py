@@ -1,4 +1,4 @@
-"""What the caches of runtimes have in common: names of options, and conversations over a PrefixCache."""
+"""Shared by the caches for all runtimes: names of options, and conversations over a PrefixCache."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ __all__ = [
 ]  # fmt: skip
 
 MOST_DRAFTS = 64
-"""Drafted tokens behind the last one of a prompt that are taken for drafts."""
+"""The most tokens after the end of a prompt that count as drafts."""
 
 
 _FIELDS = [field.name for field in fields(PrefixOptions)]
 
 
 def names_of(*inits: Callable[..., Any]) -> list[str]:
-    """The options of constructors: the parameters behind their first two, ``**options`` left out."""
-    found = [list(inspect.signature(init).parameters.values())[2:] for init in inits]
-    return [one.name for each in found for one in each if one.kind is not one.VAR_KEYWORD]
+    """The options of constructors: their parameters after the first two, without ``**options``."""
+    parameters = [list(inspect.signature(init).parameters.values())[2:] for init in inits]
+    return [one.name for each in parameters for one in each if one.kind is not one.VAR_KEYWORD]
 
 
 def check_known(
@@ -44,7 +44,7 @@ def check_known(
     theirs: Mapping[str, str] | None = None,
     error: type[Exception] = InvalidRangeError,
 ) -> None:
-    """Raise ``error`` for an option that is not known; ``theirs``: a runtime's, by our names."""
+    """Raise ``error`` for an unknown option; ``theirs`` maps our names to a runtime's."""
     for name in options:
         if name not in known:
             other = (theirs or {}).get(name)
@@ -54,30 +54,30 @@ def check_known(
             raise error(f"{op}: no option {name!r}; {remedy}")
 
 
-def check_missing(op: str, prompt: int, held: int, count: int, drafts: int = 0) -> None:
-    """Refuse a pass over tokens that a conversation's cache has already: OrderError.
+def check_missing(op: str, prompt: int, stored: int, count: int, drafts: int = 0) -> None:
+    """Raise OrderError for a pass over tokens that a conversation's cache already has.
 
-    The conversation was begun with ``prompt`` tokens (0: not known), of which the cache has ``held``. A pass
-    may end the prompt, and ``drafts`` tokens may follow its last one.
+    The conversation began with ``prompt`` tokens (0: unknown), and the cache has ``stored``. A pass may
+    complete the prompt, and up to ``drafts`` tokens may follow it.
     """
-    most = drafts + 1 if held == prompt - 1 else prompt - held
-    if held < prompt and count > most:
+    most = drafts + 1 if stored == prompt - 1 else prompt - stored
+    if stored < prompt and count > most:
         raise OrderError(
-            f"{op}: {count} tokens from position {held} on, in a conversation of {prompt} tokens; give the "
-            f"model only what is missing, session.remaining ({prompt - held}; prefill returns or leaves the "
+            f"{op}: {count} tokens from position {stored} on, in a conversation of {prompt} tokens; give "
+            f"the model only what is missing, session.remaining ({prompt - stored}; prefill returns or leaves the "
             "last one); extend the session before a further turn"
         )
 
 
 class Conversation:
-    """One conversation, of whose prompt ``cached`` tokens were there."""
+    """One conversation; ``cached`` tokens of its prompt were found in the cache."""
 
     _owner: Any
-    """The SharedPrefixes that began it."""
+    """The SharedPrefixes that created it."""
 
-    def __init__(self, session: Session, rows: Any, held: Callable[[], int]) -> None:
-        """``rows`` are the runtime's, which ``held`` tokens of the conversation are in."""
-        self._session, self._rows, self._held = session, rows, held
+    def __init__(self, session: Session, rows: Any, stored_tokens: Callable[[], int]) -> None:
+        """``rows`` are the runtime's, and contain ``stored_tokens()`` tokens of the conversation."""
+        self._session, self._rows, self._stored_tokens = session, rows, stored_tokens
         self.cached = session.cached
         rows.prompt = len(session.tokens)
 
@@ -86,7 +86,7 @@ class Conversation:
 
     @property
     def lock(self) -> Any:
-        """That of the SharedPrefixes: held by the thread whose call is made."""
+        """The lock of the SharedPrefixes, held during each call."""
         return self._owner.lock
 
     @property
@@ -96,7 +96,9 @@ class Conversation:
         return tokens
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Tell what was generated, or is said next: later conversations may share it once it is evaluated."""
+        """Append generated tokens or the next turn; later conversations may share them once they are
+        evaluated.
+        """
         with self.lock:
             self._owner.check_ids("extend", tokens)
             self._session.extend(tokens)
@@ -105,13 +107,12 @@ class Conversation:
     @property
     def remaining(self) -> list[int]:
         """The tokens to evaluate next: of the prompt, and of ``extend``, what the cache lacks."""
-        return self.tokens[self._held() :]
+        return self.tokens[self._stored_tokens() :]
 
     def _parts(self, size: int) -> Iterator[tuple[int, int]]:
-        """Where the parts of ``remaining`` but its last token begin and end, for a pass each.
-
-        They have at most ``size`` tokens, and end where a snapshot is due. What was evaluated before a part
-        is whole, whatever comes next.
+        """(begin, end) of each part of ``remaining`` without its last token; each part is one pass. A part
+        has at most ``size`` tokens and ends where a snapshot is due. If a part fails, the earlier ones remain
+        valid.
         """
         check_whole("prefill", "size", size, least=1)
         session = self._session
@@ -120,7 +121,7 @@ class Conversation:
                 "prefill: the conversation is closed; begin another with its tokens, and prefill that before "
                 "it is closed"
             )
-        begin = self._held()
+        begin = self._stored_tokens()
         session.extend([])
         last = len(session.tokens) - 1
         while begin < last:
@@ -133,11 +134,11 @@ class Conversation:
             begin = end
 
     def _ending(self) -> AbstractContextManager[object]:
-        """Lets go of the rows behind the block, in which the session ends."""
+        """Release the rows after the block, in which the session ends."""
         raise NotImplementedError
 
     def close(self, keep: bool = True) -> None:
-        """End the conversation; what the cache holds of it stays for others, unless ``keep`` is False."""
+        """End the conversation; others can reuse its cached tokens, unless ``keep`` is False."""
         with self.lock, self._ending():
             self._session.close(keep)
 
@@ -147,37 +148,38 @@ class Conversation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Left by an exception, it keeps what was evaluated by ``prefill``, or before an ``extend``."""
+        """After an exception, the cache keeps what ``prefill`` evaluated, and what was evaluated before an
+        ``extend``.
+        """
         with self.lock, self._ending():
             self._session.__exit__(kind, error, trace)
 
 
-def prefix_options(given: Mapping[str, Any], shapes: Callable[[], Layers | None]) -> dict[str, Any]:
-    """The options of a PrefixCache under a runtime: it writes through unless told not to.
-
-    ``shapes`` finds what the model stores in each layer; it is called where no ``layers`` are given.
+def prefix_options(passed: Mapping[str, Any], shapes: Callable[[], Layers | None]) -> dict[str, Any]:
+    """The options of a PrefixCache under a runtime, where write-through is the default. ``shapes`` returns
+    what the model stores in each layer; it is called if there is no option ``layers``.
     """
-    named = {name: value for name, value in given.items() if name in _FIELDS}
-    options = PrefixOptions.of(given.get("options"), named)
+    named = {name: value for name, value in passed.items() if name in _FIELDS}
+    options = PrefixOptions.of(passed.get("options"), named)
     through = options.write_through is not False
     layers = shapes() if options.layers is None else options.layers
     options = replace(options, write_through=through, layers=layers)
-    return {**{name: given[name] for name in given if name not in named}, "options": options}
+    return {**{name: passed[name] for name in passed if name not in named}, "options": options}
 
 
 def invariant_config(backend: ml.Backend) -> ml.CacheConfig:
-    """How caches are arranged for answers that do not depend on what is cached."""
+    """The configuration of caches for answers that do not depend on the cache's content."""
     asked: ml.CacheConfig = getattr(backend, "cache_config", ml.CacheConfig)()
     return replace(asked, batch_invariant=True)
 
 
 class SharedPrefixes(Closing):
-    """A PrefixCache for one ``model`` of a runtime. Its calls wait for those of other threads."""
+    """A PrefixCache for one ``model`` of a runtime. Calls from several threads wait for one another."""
 
     model: Any
     prefix: PrefixCache
     lock: AbstractContextManager[object]
-    """Held by the thread whose call is made."""
+    """Held during each call."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of a {type(self.model).__name__}; {self.prefix!r}>"
@@ -190,16 +192,15 @@ class SharedPrefixes(Closing):
         theirs: Mapping[str, str] | None = None,
         error: type[Exception] = InvalidRangeError,
     ) -> None:
-        """Refuse what is no option of ``cls`` or PrefixCache, and tiers of a model that is split over ranks.
-
-        Each rank has other heads under the same keys, and a tier may give one of them more than another.
+        """Refuse unknown options, and tiers for a model that is split over ranks. Ranks store different heads
+        under the same keys, and a tier may have more for one rank than for another.
         """
         op, known = cls.__name__, [*names_of(cls.__init__, PrefixCache.__init__), *_FIELDS]
         check_known(op, options, known, theirs, error)
         if ranks > 1 and options.get("tiers"):
             raise NotSupportedError(
                 f"{op}: tiers= of a model split over {ranks} ranks, whose heads differ under the same keys; "
-                "leave tiers= out, or use kvcache_engine.Engine on a model loaded with group="
+                "omit tiers=, or use kvcache_engine.Engine on a model loaded with group="
             )
 
     def vocabulary(self) -> int | None:
@@ -229,31 +230,34 @@ class SharedPrefixes(Closing):
 
     @property
     def stats(self) -> PrefixStats:
-        """What was asked for, and where it came from: ``reused`` of ``tokens`` were not computed again.
-
-        The one call that waits for nobody: a server asks while answers are generated.
+        """Counts of requested tokens and their origin: ``reused`` of ``tokens`` were not computed again. The
+        only call that does not wait for the lock, so that a server can poll it while generating.
         """
         return self.prefix.stats
 
     def clear(self) -> None:
-        """Discard what is kept in memory, as when the weights have changed: see ``PrefixCache.clear``."""
+        """Discard everything kept in memory, for example after the weights have changed: see
+        ``PrefixCache.clear``.
+        """
         with self.lock:
             self.prefix.clear()
 
     def flush(self) -> None:
-        """Write what is kept to the stores, and wait for that."""
+        """Write everything kept to the stores, and wait until it is written."""
         with self.lock:
             self.prefix.flush()
 
     def write_through(self, nbytes: int | str | None = None) -> bool:
-        """Have a thread write what no store has yet: see ``PrefixCache.write_through``."""
+        """Start writing entries that no store has yet, in a thread: see ``PrefixCache.write_through``."""
         with self.lock:
             return self.prefix.write_through(nbytes)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """As ``close``; left by an exception, each conversation keeps what it would as a context manager."""
+        """As ``close``; after an exception, each conversation keeps what it would keep as a context
+        manager.
+        """
         with self.lock:
             try:
                 self.prefix.__exit__(kind, error, trace)
@@ -261,6 +265,6 @@ class SharedPrefixes(Closing):
                 self.close()
 
     def close(self) -> None:
-        """Close all conversations, and write what is kept to the stores."""
+        """Close all conversations, and write everything kept to the stores."""
         with self.lock:
             self.prefix.close()

@@ -1,4 +1,4 @@
-"""Where the files of a model lie that another runtime has loaded, and what is in an adapter's."""
+"""The files of a model that another runtime has loaded, and digests of adapters' files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["model_folder", "unknown_weights", "weights_digest"]
 
 
 def model_folder(name: str, revision: str | None = None) -> Path | None:
-    """The folder ``name``, or where the hub's client keeps the model of that name; None: neither is here.
+    """The folder ``name``, or the hub client's local folder of that model; None if neither exists.
 
     Nothing is downloaded.
     """
@@ -28,9 +28,11 @@ def model_folder(name: str, revision: str | None = None) -> Path | None:
 
 
 def unknown_weights(reader: str, what: str, option: str) -> UnknownModelError:
-    """The error where no files tell which weights ``what`` has: ``option`` of ``reader`` may name them."""
+    """The error if no local files identify the weights of ``what``; ``option`` of ``reader`` may name
+    them.
+    """
     return UnknownModelError(
-        f"{reader}: no files tell which weights {what} has; name them in {option}: "
+        f"{reader}: no local files identify the weights of {what}; name them in {option}: "
         '{"model": ..., "weights": ...}'
     )
 
@@ -41,10 +43,8 @@ _digests: dict[tuple[str, tuple[tuple[str, int, int], ...]], str] = {}
 
 
 def weights_digest(path: str) -> str | None:
-    """sha256 (hex) of the config and weights of an adapter or a draft model; None where it is no folder.
-
-    The name that a server gives it says nothing of its weights, and means others elsewhere. Other files
-    (a README, a lock) come and go.
+    """sha256 (hex) of the config and weights of an adapter or a draft model; None if it is not a folder.
+    Names given by a server do not identify weights, and other files (a README, a lock) may change.
     """
     folder = Path(path)
     if not folder.is_dir():

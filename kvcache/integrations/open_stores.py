@@ -1,4 +1,4 @@
-"""Stores named by URLs in another runtime's options, open in this process: its parts share them."""
+"""Stores named by URLs in another runtime's options, opened once per process and shared by its parts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _opened: dict[str, _Opened] = {}
 class StoresInUse:
     """The stores of these URLs, until ``close``; ``tier`` reads them in order and writes to all of them.
 
-    Raises what ``open_store`` raises; none is held open then.
+    Raises the errors of ``open_store``; no store then stays open.
     """
 
     def __init__(self, urls: Sequence[str], backlog: int) -> None:
@@ -54,7 +54,7 @@ class StoresInUse:
         return _opened[url].store
 
     def close(self) -> None:
-        """Write what is left; the last one to use a store closes it. A second call does nothing."""
+        """Write pending entries; the last user of a store closes it. A second call has no effect."""
         self.tier.close()
         self._let_go()
 
@@ -71,15 +71,14 @@ class StoresInUse:
 
 
 def use_entry(tier: StoreTier, key: str, use: Callable[[SerializedSnapshot], T]) -> T | None:
-    """What ``use`` makes of an entry, whose arrays are its own for that long.
-
-    None: no store has it whole, or ``use`` found it damaged (SnapshotCorruptError), and it was dropped.
+    """The result of ``use(entry)``; the entry's arrays are valid only during that call. None if no store has
+    an intact copy, or if ``use`` raised SnapshotCorruptError; the entry was then dropped.
     """
-    with tier.serialized(key) as found:
-        if found is None:
+    with tier.serialized(key) as entry:
+        if entry is None:
             return None
         try:
-            return use(found)
+            return use(entry)
         except SnapshotCorruptError as error:
             log.warning("%s; its content is computed again", error)
             tier.drop(key)
@@ -87,30 +86,28 @@ def use_entry(tier: StoreTier, key: str, use: Callable[[SerializedSnapshot], T])
 
 
 def at_exit(close: Callable[[], None]) -> None:
-    """Have a bound method called when the process ends, unless its object has gone by then."""
+    """Call a bound method when the process ends, unless its object no longer exists."""
     method = weakref.WeakMethod(close)
 
     def call() -> None:
-        if (found := method()) is not None:
-            found()
+        if (bound := method()) is not None:
+            bound()
 
     atexit.register(call)
 
 
 def parse_options(
-    where: str, given: Mapping[str, Any], known: Sequence[str], prefix: str = ""
+    where: str, options: Mapping[str, Any], known: Sequence[str], prefix: str = ""
 ) -> dict[str, Any]:
-    """``given``, with the URLs of ``store`` as a tuple; ``prefix`` stands before each name in the errors.
-
-    Raises InvalidRangeError for an option that is not ``known``, and for a ``store`` or an ``identity`` that
-    is none.
+    """``options``, with the URLs of ``store`` as a tuple; errors put ``prefix`` before each name. Raises
+    InvalidRangeError for an option that is not ``known``, and for an invalid ``store`` or ``identity``.
     """
-    if unknown := given.keys() - set(known):
+    if unknown := options.keys() - set(known):
         names = ", ".join(prefix + name for name in known)
         raise InvalidRangeError(
             f"{where}: {prefix + min(unknown)!r} is not an option; known options: {names}"
         )
-    store, identity = given.get("store"), given.get("identity")
+    store, identity = options.get("store"), options.get("identity")
     urls = [store] if isinstance(store, str) else store
     if not (isinstance(urls, list | tuple) and urls and all(isinstance(url, str) and url for url in urls)):
         raise InvalidRangeError(
@@ -121,11 +118,11 @@ def parse_options(
         raise InvalidRangeError(
             f"{where}: {prefix}identity={identity!r}; it must be an object that names the model"
         )
-    return {**given, "store": tuple(urls)}
+    return {**options, "store": tuple(urls)}
 
 
 def check_number(name: str, value: Any, kind: type | tuple[type, ...], least: float) -> None:
-    """Raise InvalidRangeError if an option is of another type, or less than ``least``."""
+    """Raise InvalidRangeError if an option has the wrong type, or is less than ``least``."""
     right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
     if not right or value < least:
         raise InvalidRangeError(f"{name}={value!r}; it must be at least {least}")

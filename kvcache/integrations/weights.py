@@ -1,4 +1,4 @@
-"""Whether the weights of a model are still those that computed what is kept."""
+"""Detects whether the weights of a model have changed since the kept tokens were computed."""
 
 from __future__ import annotations
 
@@ -11,32 +11,31 @@ from kvcache.stores import compose
 __all__ = ["SAMPLES", "Marks", "WatchedWeights"]
 
 SAMPLES = 16
-"""Elements of each tensor that are looked at each time."""
+"""The number of sampled elements of each tensor."""
 Marks = Sequence[tuple[object, ...]]
-"""Of some tensors, what changes with them as a rule: their objects, versions, a few elements of each."""
+"""Marks of changes in some tensors: their objects, versions, and a few elements of each."""
 
 
 class WatchedWeights:
-    """Tells changed weights from those before, by their ``Marks``, in a time that no session notices.
-
-    An adapter is known by a digest of its content, which is computed when its marks change: loaded again, it
-    is found again, whatever it is called. Other weights that change get a name that nobody else has.
+    """Detects changed weights by their ``Marks``, in negligible time. An adapter is identified by a digest of
+    its content, computed when its marks change, so that a reloaded adapter is recognized under any name.
+    Other changed weights get a unique name.
     """
 
     def __init__(self) -> None:
         self.version: str | None = None
-        """Of the weights that are no adapter's; None: those that the model was given with."""
+        """The version of the weights outside adapters; None: the original ones."""
         self._marks: Marks | None = None
         self._digests: dict[str, tuple[Marks, str]] = {}
 
     def look(self, marks: Marks) -> None:
-        """Compare the weights that are no adapter's with the last time."""
+        """Compare the weights outside adapters with the last check."""
         if self._marks is not None and marks != self._marks:
             self.version = secrets.token_hex(16)
         self._marks = marks
 
     def digest(self, adapter: str, marks: Marks, content: Callable[[], Iterable[tuple[str, bytes]]]) -> str:
-        """Of an adapter's tensors; ``content``: what each is, and its bytes."""
+        """The digest of an adapter's tensors; ``content`` is a description and the bytes of each."""
         known = self._digests.get(adapter)
         if known is None or known[0] != marks:
             total = hashlib.sha256()

@@ -292,9 +292,9 @@ class BlockEvents:
         def alike(i: int) -> Any:
             return hashes[i] in fresh, salts[i]
 
-        for (told, salt), indices in itertools.groupby(range(len(hashes)), alike):
+        for (published, salt), indices in itertools.groupby(range(len(hashes)), alike):
             run = [*indices]
-            if told:
+            if published:
                 before = hashes[run[0] - 1] if run[0] else parent
                 yield BlockStored(
                     [bytes.fromhex(hashes[i]) for i in run],
@@ -392,7 +392,7 @@ class SnapshotEvents(BlockEvents):
         """``arguments`` and ``options`` are those of ``BlockEvents``."""
         super().__init__(*arguments, **options)
         self._groups = _groups(cache)
-        self._told: dict[Node[Any], list[tuple[_Place, str]]] = {}
+        self._published: dict[Node[Any], list[tuple[_Place, str]]] = {}
         """The blocks of snapshots on the device and in host memory."""
         self._in_stores: dict[str, list[tuple[_Place, str]]] = {}
         """The blocks of snapshots in stores, by key."""
@@ -401,7 +401,7 @@ class SnapshotEvents(BlockEvents):
 
     def cleared(self) -> None:
         super().cleared()
-        self._told.clear()
+        self._published.clear()
         self._in_stores.clear()
         self._counts.clear()
 
@@ -415,7 +415,7 @@ class SnapshotEvents(BlockEvents):
         before: list[tuple[_Place, str]] = []
         for node in nodes:
             self._known.pop(node, None)
-            before += self._told.pop(node, ())
+            before += self._published.pop(node, ())
         had = {each for each in before if self._counts[each] > 0}
         self._counts.subtract(before)
         stored: list[Event] = []
@@ -428,10 +428,10 @@ class SnapshotEvents(BlockEvents):
     def _of_node(self, node: Node[Any], had: set[tuple[_Place, str]]) -> Iterator[BlockStored]:
         """Record the blocks of a node's snapshots, and publish new ones."""
         media = _media_of(node)
-        told = self._told.setdefault(node, [])
+        published = self._published.setdefault(node, [])
         for begin, end in _spans(node):
             for medium in sorted(media):
-                noted = told
+                noted = published
                 if medium == STORAGE:
                     key = self._key(node, end)
                     if key in self._in_stores:

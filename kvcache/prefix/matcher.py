@@ -258,15 +258,15 @@ class PrefixMatcher:
         """Restore ``source``, then entries one by one as they are read; None if the source fails."""
         if not self.from_source(seq, ids, source):
             return None
-        total, told = int(ids.size), source.length
+        total, reported = int(ids.size), source.length
 
         def tell(at: int) -> None:
-            nonlocal told
-            told = at
+            nonlocal reported
+            reported = at
             self._tell(total, at)
 
         reached = self._lookup.fetch(seq, ids, source.length, tell)
-        if reached > told:
+        if reached > reported:
             self._tell(total, reached)
         self.origins["store"] += reached - source.length
         self._tree.insert(seq, self._tree.walk(ids[:reached]), stored=True)
@@ -431,9 +431,11 @@ class StoreLookup:
             return
         taken = [getattr(part, "snapshots", None) for part in unwrapped(self._cache)]
         storages = [each.storage.buffers for each in taken if isinstance(each, AttentionSnapshots)]
-        layers = [held for buffers in storages for held in buffers.values()]
-        self._learned = not all(held.stamp for held in layers)
-        if not self._learned or not any(held.stamp or held.doubted for held in layers):
+        layers = [layer_buffers for buffers in storages for layer_buffers in buffers.values()]
+        self._learned = not all(layer_buffers.stamp for layer_buffers in layers)
+        if not self._learned or not any(
+            layer_buffers.stamp or layer_buffers.doubted for layer_buffers in layers
+        ):
             return
         log.warning(
             "load back: stores have entries of other layers than the model puts, under its identity; none is "
@@ -441,7 +443,7 @@ class StoreLookup:
         )
         self._tree.clear()
         for buffers in storages:
-            for layer in [layer for layer, held in buffers.items() if not held.stamp]:
+            for layer in [layer for layer, layer_buffers in buffers.items() if not layer_buffers.stamp]:
                 del buffers[layer]
         self._learned, self._known, self._doubtful = False, False, True
 

@@ -152,7 +152,7 @@ class PrefixCache(Closing):
         self.evictor = Evictor(self.tree)
         ahead = store is not None and read_ahead and store.reads_ahead
         self._prefetcher = (
-            Prefetcher(store, read_ahead, lambda found: span_of(found)[0]) if store and ahead else None
+            Prefetcher(store, read_ahead, lambda entry: span_of(entry)[0]) if store and ahead else None
         )
         shapes = {i: LayerShape(*shape) for i, shape in (options.layers or {}).items()}
         lookup = StoreLookup(self.tree, shapes, self._prefetcher)
@@ -177,8 +177,8 @@ class PrefixCache(Closing):
         if self._closed:
             return "<PrefixCache, closed>"
         kept = [f"{tier} {bytes_text(count)}" for tier, count in self.nbytes.items() if count]
-        told = f"kept: {', '.join(kept) or 'nothing'}"
-        return f"<PrefixCache, open sessions: {len(self.sessions)}; {told}; over {self.cache!r}>"
+        content = f"kept: {', '.join(kept) or 'nothing'}"
+        return f"<PrefixCache, open sessions: {len(self.sessions)}; {content}; over {self.cache!r}>"
 
     # Sessions.
 

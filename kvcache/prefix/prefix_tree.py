@@ -572,9 +572,9 @@ class PrefixTree:
         """Evict until host memory and each tenant are within their budgets."""
         if self.host is None:
             return
-        while (found := self.host.over()) is not None:
+        while (oldest := self.host.over()) is not None:
             self.over_budget += 1
-            self._leave_host(found[0])
+            self._leave_host(oldest[0])
         while self.host.excess and (other := self.host.first()) is not None:
             self._leave_host(other)
 

@@ -41,12 +41,12 @@ class Node(Generic[D]):
 
     def path(self, above: Node[D] | None = None) -> list[Node[D]]:
         """The nodes from below ``above`` (None: the root) down to this one."""
-        found: list[Node[D]] = []
+        nodes: list[Node[D]] = []
         node: Node[D] | None = self
         while node is not None and node is not above and node.parent is not None:
-            found.append(node)
+            nodes.append(node)
             node = node.parent
-        return found[::-1]
+        return nodes[::-1]
 
     def prefix(self) -> Tokens:
         """All tokens from the root to here."""

@@ -286,20 +286,20 @@ class StoreTier:
         for store in self.stores:
             if best >= limit:
                 break
-            decision, found = self.break_even.decide(store, limit - best), limit
+            decision, stored = self.break_even.decide(store, limit - best), limit
             if decision.fetch:
                 answer = self._ask(store, READING, partial(self._look, store, chain, best, limit, divisible))
                 if answer is None:
                     continue
-                found = answer
-                if found > best:
-                    decision = self.break_even.decide(store, found - best)
+                stored = answer
+                if stored > best:
+                    decision = self.break_even.decide(store, stored - best)
             elif self.outages.away(store, READING):
                 continue
             if decision.fetch:
-                best = max(best, found)
+                best = max(best, stored)
             else:
-                there = max(there, found)
+                there = max(there, stored)
                 log.debug("not fetched from %r, as computing is faster: %s", store, decision)
             if self.break_even.note(store, decision):
                 self._start_probe(store, chain, floor, limit, divisible)

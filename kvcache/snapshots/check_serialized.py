@@ -82,7 +82,7 @@ class _Check:
             raise ValueError(f"its meta is {meta!r:.40}")
         span = self._snapshot(meta.get("snapshot"), "", DEEPEST)
         if self._complete and (strange := self._arrays.keys() - self._named):
-            raise ValueError(f"the array {min(strange)!r:.40} is of nothing")
+            raise ValueError(f"the array {min(strange)!r:.40} belongs to nothing")
         return span
 
     def _snapshot(self, value: object, at: str, depth: int) -> tuple[int, int]:
@@ -118,7 +118,7 @@ class _Check:
             raise ValueError(f"{at}positions do not ascend within [{begin}, {end})")
         whole = _typed(meta.get("whole"), bool, "whole")
         if _count(meta.get("keep", 0), "keep") and not whole:
-            raise ValueError(f"keep={meta['keep']} of what is no window")
+            raise ValueError(f"keep={meta['keep']} without a window")
         if self._complete and not whole and positions.size != end - begin:
             raise ValueError(f"{positions.size} positions of [{begin}, {end})")
         stored = _format(meta.get("dtype"))

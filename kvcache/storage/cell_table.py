@@ -5,7 +5,7 @@ positions in ascending order, each with the cell that holds it. Two sequences th
 same cells; ``references`` counts the owners of every cell, 0 if it is free::
 
     sequence 0   positions 0 1 2 3      cells 0 1 2 3
-    sequence 1   positions 0 1 2        cells 0 1 6        (shares two, then went its own way)
+    sequence 1   positions 0 1 2        cells 0 1 6        (shares two, then diverges)
     references   2 2 1 1 0 0 1 0
 
 A snapshot that has not been copied out also owns cells, through a pin: no sequence writes there.
@@ -263,12 +263,11 @@ class CellTable:
         self._dropped: deque[Pin] = deque()
         self._numbers = itertools.count(1)
         self.placed: tuple[int, int | Array, int] | None = None
-        """The current pass, whose tokens the layers are given in turn: its stamp, its cells and their number.
-
-        The cells are given as the first of a run, or individually.
+        """The current pass, whose tokens the layers put in turn: its stamp, its cells and their number. Cells
+        are the first of a run, or individual ones.
         """
         self.arrivals = Arrivals()
-        """The copies into cells that are under way; see ``join_arrivals``."""
+        """Pending copies into cells; see ``join_arrivals``."""
 
     def held(self) -> dict[int, int]:
         return {seq: len(row) for seq, row in self.occupied()}

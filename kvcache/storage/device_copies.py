@@ -1,7 +1,6 @@
-"""Data that all layers of a pass read, such as indices and masks, on each device that has a layer.
-
-Arrays made by the host are collected and uploaded to each device in one transfer. Tensors filled on a device
-are made on each device that needs them: nothing is copied between devices.
+"""Data that all layers of a pass read, such as indices and masks, on each device that has a layer. Host
+arrays are collected and uploaded to each device in one transfer. Tensors computed on a device are computed on
+each device that needs them: nothing is copied between devices.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ T = TypeVar("T")
 
 
 def device_of(ctx: ml.Context) -> int:
-    """The number of the device on which a context makes tensors; 0 if it does not tell."""
+    """The index of the device on which a context creates tensors; 0 if unknown."""
     index: int = getattr(ctx, "device_index", 0)
     return index
 

@@ -1,8 +1,8 @@
 """Per-sequence states of fixed size: slots, the sequences that share them, and checkpoints.
 
 Every layer of a recurrent model keeps one state per sequence, in buffers (slots, *shape). Two sequences may
-share a slot until one of them is about to be written. The sequences of a pass get slots of their own,
-adjacent and in the batch's order, so that a pass reads and writes them as one view::
+share a slot until one of them is about to be written. The sequences of a pass get unshared slots, adjacent
+and in the batch's order, so that a pass reads and writes them as one view::
 
     before   sequence 0 -> slot 0    sequence 1 -> slot 0 (shared)    sequence 2 -> slot 1
     pass over 2, 1:      slots [1, 2] hold the states of 2 and 1; slot 0 stays sequence 0's
@@ -30,8 +30,8 @@ States = Mapping[tuple[str, int], ml.Tensor]
 class HeldStates:
     """The states of one sequence at some position: still in a slot of a cache, or copies.
 
-    In a slot they cost nothing. They are copied out just before the slot is written, and when ``tensors`` is
-    read.
+    In a slot they take no additional memory. They are copied out just before the slot is written, and when
+    ``tensors`` is read.
     """
 
     __slots__ = ("__weakref__", "_buffers", "_nbytes", "_tensors", "lost", "slot")
@@ -45,7 +45,7 @@ class HeldStates:
         self._nbytes: int | None = None
         """The bytes of copies, once computed."""
         self.slot = slot
-        """The slot in which they lie; None if they are copies."""
+        """The slot with the states; None if they are copies."""
         self.lost = False
         """The device failed while they were copied out, or they lack a layer."""
 
@@ -157,7 +157,7 @@ class StateRow:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """Where the states of a pass lie, and how they get there.
+    """The slots of a pass's states, and how the states get there.
 
     ``slots`` maps every sequence to its new slot; ``moves`` are (from, to) of states that move; ``loads`` are
     (checkpoint or None for zeros, to). The pass will write ``count`` slots from ``start``.
@@ -181,7 +181,7 @@ def arrange(
     in_use: Collection[int] = frozenset(),
     start: int | None = None,
 ) -> Arrangement:
-    """Give ``sequences`` slots of their own, adjacent and in this order, moving as few states as possible.
+    """Assign unshared slots to ``sequences``, adjacent and in this order, moving as few states as possible.
 
     Slots ``in_use`` by snapshots are overwritten only if no others are available. ``start``: the first slot;
     None: the best one.
@@ -250,7 +250,7 @@ class StateBuffers:
         self.reserved: dict[tuple[str, int], ml.Tensor] = {}
         """Buffers that only reserve passes have used: nothing is stored in them."""
         self._backend = backend
-        self._held: dict[int, weakref.ref[HeldStates]] = {}
+        self._references: dict[int, weakref.ref[HeldStates]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -279,23 +279,25 @@ class StateBuffers:
 
     def hold(self, slot: int) -> HeldStates:
         """Refer to the states in a slot as they are now, whatever happens to the slot later."""
-        ref = self._held.get(slot)
+        ref = self._references.get(slot)
         state = None if ref is None else ref()
         if state is None:
             state = HeldStates(buffers=self, slot=slot)
-            self._held[slot] = weakref.ref(state)
+            self._references[slot] = weakref.ref(state)
         return state
 
     def held(self, slots: Iterable[int] | None = None) -> dict[int, HeldStates]:
         """The states that still lie in ``slots`` (None: in any slot) and are referred to."""
-        if not self._held:
+        if not self._references:
             return {}
-        wanted = [*self._held] if slots is None else [slot for slot in slots if slot in self._held]
+        wanted = (
+            [*self._references] if slots is None else [slot for slot in slots if slot in self._references]
+        )
         states = {}
         for slot in wanted:
-            state = self._held[slot]()
+            state = self._references[slot]()
             if state is None:
-                del self._held[slot]
+                del self._references[slot]
             else:
                 states[slot] = state
         return states
@@ -315,7 +317,7 @@ class StateBuffers:
         ctx.compute(*(tensor for states in copies for tensor in states.values()))
         for (slot, state), states in zip(waiting.items(), copies, strict=True):
             state.moved_out(states)
-            del self._held[slot]
+            del self._references[slot]
 
     def release_all(self) -> None:
         """Copy out all states that are referred to; what the device can no longer return is lost."""
@@ -324,13 +326,13 @@ class StateBuffers:
                 self.copy_out([slot])
             except Exception:
                 state.lose()
-        self._held = {}
+        self._references = {}
 
     def lose_all(self) -> None:
         """Mark all states in slots as lost: a layer that is used from now on lacks them."""
         for state in self.held().values():
             state.lose()
-        self._held = {}
+        self._references = {}
 
     def copied(self, slot: int) -> States:
         """Copies of the states in a slot, which stay referred to."""

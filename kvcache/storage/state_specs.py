@@ -60,7 +60,7 @@ class StateSpecs:
 
     def __init__(self, declared: Declared) -> None:
         self.declared = {layer: dict(states) for layer, states in declared.items()}
-        self._found: dict[tuple[str, int], StateSpec] = {}
+        self._used: dict[tuple[str, int], StateSpec] = {}
         """All states that have been read or stored, with their dtypes."""
         self._activations = ml.DType.F32
         layers: list[object] = [*self.declared]
@@ -73,7 +73,7 @@ class StateSpecs:
 
     def bind(self, activations: ml.DType) -> None:
         """Forget states known from use; ``activations`` is the dtype of states declared without one."""
-        self._found, self._activations = {}, activations
+        self._used, self._activations = {}, activations
 
     def default(self, name: str) -> StateSpec | None:
         """The declaration for every layer that is not listed."""
@@ -93,15 +93,15 @@ class StateSpecs:
         if layer is None:
             self.declared.setdefault(None, {}).setdefault(name, spec)
         elif self.get(name, layer) is None:
-            self._found[name, layer] = StateSpec(spec.shape, self._dtype(spec))
+            self._used[name, layer] = StateSpec(spec.shape, self._dtype(spec))
 
     def get(self, name: str, layer: int) -> StateSpec | None:
         """The specification of a state, with its dtype; None if it is unknown."""
-        resolved = self._found.get((name, layer))
+        resolved = self._used.get((name, layer))
         if resolved is None:
             spec = self.declared.get(layer, self.declared.get(None, {})).get(name)
             if spec is not None:
-                resolved = self._found[name, layer] = StateSpec(spec.shape, self._dtype(spec))
+                resolved = self._used[name, layer] = StateSpec(spec.shape, self._dtype(spec))
         return resolved
 
     def fitting(self, op: str, name: str, layer: int, states: ml.Tensor, count: int) -> StateSpec:
@@ -117,7 +117,7 @@ class StateSpecs:
             )
         if known is None:
             check_state_name(op, name)
-            known = self._found[name, layer] = StateSpec(shape, states.dtype)
+            known = self._used[name, layer] = StateSpec(shape, states.dtype)
         dtype = self._dtype(known)
         if states.dtype.is_float != dtype.is_float:
             raise ml.DTypeError(

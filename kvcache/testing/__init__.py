@@ -20,7 +20,7 @@ The fixtures are those of ``ml.testing.BackendTests``. A backend that only store
 
 Importing this package is cheap: the suite, pytest and hypothesis are loaded with the first test class.
 
-PYTEST_DONT_REWRITE: of this file; what is in the package is rewritten, for readable assertions.
+PYTEST_DONT_REWRITE: this file only; pytest rewrites the assertions of the package's modules.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ AREAS: Mapping[str, str] = {
     "copy": "a copy goes its own way, and so does the original",
     "save": "saved and loaded, and continued",
 }
-"""The tested areas by name; a driver declares absent those that its cache does not support."""
+"""The tested areas by name; a driver declares unsupported areas absent."""
 
 TRACES = 40
 LONGEST = 48
@@ -155,14 +155,14 @@ def attended(keys: Any, values: Any, mask: Any, tokens: Tokens) -> Seen:
     return [
         [
             [name for name, seen in zip(names[row], visible[row, query], strict=True) if seen]
-            for query in range(count - len(given), count)
+            for query in range(count - len(token_row), count)
         ]
-        for row, given in enumerate(tokens)
+        for row, token_row in enumerate(tokens)
     ]
 
 
 def _read(keys: np.ndarray, values: np.ndarray, row: int) -> list[Any]:
-    """The token of each row of the history, or what its key and value are of."""
+    """The token of each row of the history; the tokens of key and value if they differ."""
     weights = 1 << np.arange(_BITS)
     key, value = (
         ((side[row, 0].astype(np.float32).reshape(-1, DIM // _BITS, _BITS).sum(1) > 0) @ weights).tolist()
@@ -206,7 +206,7 @@ class _WrongError(Exception):
 
 
 class _Play:
-    """A driver and the model, side by side."""
+    """A driver and its model, called together."""
 
     def __init__(self, make: Make, span: Span, rows: int) -> None:
         self.driver, self.span = make(span, rows), span
@@ -239,8 +239,8 @@ class _Play:
         for count in lengths:
             fresh.append([*range(self.next, self.next + count)])
             self.next += count
-        told = [f"{row[0]}" if len(row) == 1 else f"{row[0]}..{row[-1]}" for row in fresh]
-        self.done.append(f"feed {', '.join(told)}")
+        fed = [f"{row[0]}" if len(row) == 1 else f"{row[0]}..{row[-1]}" for row in fresh]
+        self.done.append(f"feed {', '.join(fed)}")
         try:
             seen = self.driver.feed(fresh)
         except Exception as error:
@@ -249,9 +249,9 @@ class _Play:
             before = len(self.model[row])
             self.model[row] += new
             for i, token in enumerate(new):
-                right, found = self.model[row][self.span.of(before + i)], seen[row][i]
-                if sorted(found, key=str) != sorted(right, key=str):
-                    raise _WrongError(f"token {token} attends to {found}, not to {right}")
+                right, attended_to = self.model[row][self.span.of(before + i)], seen[row][i]
+                if sorted(attended_to, key=str) != sorted(right, key=str):
+                    raise _WrongError(f"token {token} attends to {attended_to}, not to {right}")
 
     def draft(self, count: int, rejected: int) -> None:
         self.done.append("draft")
@@ -264,7 +264,7 @@ class _Play:
             self.model = [row[:-rejected] for row in self.model]
 
     def join(self, length: int) -> None:
-        """One of so many tokens, which has been fed those."""
+        """Join a new sequence of ``length`` tokens."""
         another = _Play(type(self.driver), self.span, 1)
         another.next = self.next
         another.feed((length,))
@@ -273,7 +273,7 @@ class _Play:
             self.model += another.model
 
     def other(self, name: str, goes_on: bool) -> None:
-        """The copy is fed and, where it ``goes_on``, stays; else the original has to be as it was."""
+        """Feed a copy; continue with it if ``goes_on``, else check that the original is unchanged."""
         made: list[CacheDriver] = []
         if not self.asked(name, lambda: made.append(getattr(self.driver, name)())):
             return
@@ -285,9 +285,9 @@ class _Play:
             self.done.append("into the original:")
             self.driver, self.model = driver, model
 
-    def asked(self, told: str, call: Callable[[], Any]) -> bool:
-        """Whether the cache did it, and did not refuse."""
-        self.done.append(told)
+    def asked(self, description: str, call: Callable[[], Any]) -> bool:
+        """Whether the cache executed the call; a refusal is recorded."""
+        self.done.append(description)
         try:
             call()
         except Exception as error:
@@ -345,7 +345,7 @@ def check_area(driver: type[CacheDriver], span: Span, area: str, traces: int = T
 
 
 def _shrunk(make: Make, span: Span, rows: int, ops: list[Op]) -> str:
-    """The fewest calls that still fail, and the error."""
+    """A minimal list of calls that still fails, and its error."""
 
     def goes_wrong(tried: list[Op]) -> str:
         play = _Play(make, span, rows)
@@ -363,8 +363,8 @@ def _shrunk(make: Make, span: Span, rows: int, ops: list[Op]) -> str:
             if name == "feed" and max(argument) > 1:
                 less.append([*ops[:i], (name, tuple(max(1, n - 1) for n in argument)), *ops[i + 1 :]])
             for candidate in less:
-                if found := goes_wrong(candidate):
-                    ops, why, tried = candidate, found, True
+                if failure := goes_wrong(candidate):
+                    ops, why, tried = candidate, failure, True
                     break
             if tried:
                 break

@@ -1,7 +1,6 @@
-"""Nothing half-done: a failure in each call to the backend, in turn, before and after it has run.
-
-Whatever fails, the cache is as it was; or, where data was being moved, exactly the touched sequences
-are lost, say so, and can be removed and computed again.
+"""Atomicity: each call to the backend fails in turn, before or after it has run. After any failure, the cache
+is unchanged; or, if data was being moved, exactly the sequences involved are lost, report it, and can be
+removed and recomputed.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ SPARE = 3
 
 @dataclass(frozen=True)
 class Scenario:
-    """``act`` is what may fail, after ``prepare``; ``follow`` does the same to the model."""
+    """``act`` may fail, after ``prepare``; ``follow`` applies it to the model."""
 
     prepare: Callable[[Rig], object]
     act: Callable[[Rig], object]
     follow: Callable[[Rig], object]
     touches: frozenset[int] = frozenset()
-    """Sequences whose stored data it moves."""
+    """Sequences whose stored data ``act`` moves."""
     setup: Setup = field(default_factory=lambda: Setup(max_sequences=4, capacity=8, layers=2))
 
     def rig(self, backend: ml.Backend, ctx: ml.Context) -> Rig:
@@ -41,16 +40,16 @@ class Scenario:
         return rig
 
     def check(self, r: Rig) -> None:
-        """After a failure of ``act``."""
+        """Check the cache after a failure of ``act``."""
         lost = set(_lost(r)) if self.touches else set()
         if not lost:
             r.check_figures()
-            self.act(r)  # once more: now it works
+            self.act(r)  # the second attempt succeeds
             self.follow(r)
             r.check_figures()
         else:
-            assert lost <= self.touches, "a sequence is lost whose data was not touched"
-            assert lost == self.touches, "a sequence whose data was touched is not marked"
+            assert lost <= self.touches, "a sequence is lost although its data was not moved"
+            assert lost == self.touches, "a sequence whose data was moved is not marked as lost"
             r.model.lost = lost
             r.check_figures()
             for seq in sorted(lost):
@@ -67,7 +66,7 @@ def _fill(r: Rig) -> None:
 
 
 def _scatter(r: Rig) -> None:
-    """Sequence 1 outgrows its home, and ends behind sequence 2."""
+    """Sequence 1 outgrows its run of cells and continues behind sequence 2."""
     for seq, tokens in enumerate((3, 8, 2)):
         r.forward(range(tokens), seq)
     r.forward([8], 1)
@@ -169,7 +168,7 @@ class FaultTests(CacheCase):
                 r.check_figures()
             assert not r.cache.can_resume(0, 3)
             with pytest.raises(kvcache.OrderError):
-                r.cache.get(r.ctx)  # the pass that was under way read it, and is over
+                r.cache.get(r.ctx)  # the pass in progress read it, and has ended
             r.remove(0, 0)
             assert r.forward(range(3), 0)
             r.drain()
@@ -186,7 +185,7 @@ class FaultTests(CacheCase):
 
     @staticmethod
     def _lose(backend: ml.Backend, check: Callable[[Rig], None]) -> None:
-        """``check`` wherever a failure loses sequence 0."""
+        """Run ``check`` after every failure that loses sequence 0."""
         scenario, checked = SCENARIOS["remove in the middle of a run"], []
 
         def check_lost(r: Rig) -> None:
@@ -215,7 +214,7 @@ class FaultTests(CacheCase):
 
 
 def _lost(r: Rig) -> Iterator[int]:
-    """The sequences that say that they are lost."""
+    """The sequences reported as lost."""
     for seq in range(SPARE):
         try:
             r.cache.copy_prefix(seq, SPARE, 0)

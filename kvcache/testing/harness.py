@@ -1,4 +1,4 @@
-"""What every part of the cache suite stands on."""
+"""Shared by the whole cache suite."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ARRANGEMENTS = {
     "in many parts": ml.CacheConfig(call_bytes=1),
     "of fixed shapes": ml.CacheConfig(fixed_context=4, mask_batch_padding=2),
 }
-"""The ways in which a backend may want its tensors."""
+"""The layouts that a backend may request."""
 
 every_kind = pytest.mark.parametrize("kind", list(KINDS.values()), ids=list(KINDS))
 every_arrangement = pytest.mark.parametrize("arranged", list(ARRANGEMENTS.values()), ids=list(ARRANGEMENTS))
@@ -53,11 +53,11 @@ class CacheCase(BackendCase):
     """Fixtures of the cache suite; the backend is chosen as in ``ml.testing.BackendTests``."""
 
     fault_stride: ClassVar[int] = 1
-    """Of the calls to the backend that could fail, one in this many does (see failing.py)."""
+    """Every how many calls to the backend one is made to fail (see failing.py)."""
 
     @pytest.fixture
     def rig(self, backend: ml.Backend, ctx: ml.Context) -> MakeRig:
-        """``rig(setup=Setup(), **changes)``: a cache and its model, side by side."""
+        """``rig(setup=Setup(), **changes)``: a cache and its model."""
 
         def make(setup: Setup | None = None, **changes: Any) -> Rig:
             return Rig(replace(setup or Setup(), **changes), backend, ctx)
@@ -66,5 +66,5 @@ class CacheCase(BackendCase):
 
     @pytest.fixture
     def floats(self, declared: ml.Features) -> list[DType]:
-        """The floats that the backend stores."""
+        """The float dtypes that the backend stores."""
         return [dtype for dtype in (DType.F32, DType.F16, DType.BF16) if dtype in declared.dtypes]

@@ -4,7 +4,7 @@
 
     with ValkeyServer() as server:
         store = open_store(server.url)
-        server.kill()                       # SIGKILL; all that it held is gone
+        server.kill()                       # SIGKILL; its data is gone
         server.start()                      # the same port
 """
 
@@ -25,7 +25,7 @@ __all__ = ["PATIENCE", "ValkeyServer", "free_port", "wait_until"]
 
 T = TypeVar("T")
 PATIENCE = 20.0
-"""Seconds for a server to answer."""
+"""The time limit for an answer, in seconds."""
 
 
 class ValkeyServer:
@@ -55,7 +55,7 @@ class ValkeyServer:
         return self._process.pid
 
     def start(self) -> None:
-        """Start it on its previous port, and wait until it answers."""
+        """Start the server, on its previous port if any, and wait until it answers."""
         program = self.program()
         if program is None:
             raise RuntimeError("neither valkey-server nor redis-server is installed")
@@ -120,7 +120,7 @@ class ValkeyServer:
 
 
 def _answers(process: subprocess.Popen[bytes], port: int, tls: bool) -> bool:
-    """False: it has ended, as where another process has taken its port."""
+    """Whether the server answers; False if it has ended, for example because its port was taken."""
 
     def asked() -> bool:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0) as probe:
@@ -137,13 +137,13 @@ def _answers(process: subprocess.Popen[bytes], port: int, tls: bool) -> bool:
 
 
 def wait_until(what: Callable[[], T], pause: float = 0.02) -> T:
-    """The first true answer. TimeoutError where there is none in PATIENCE seconds."""
+    """The first true result. Raises TimeoutError after PATIENCE seconds without one."""
     end = time.monotonic() + PATIENCE
-    while not (found := what()):
+    while not (answer := what()):
         if time.monotonic() > end:
             raise TimeoutError(f"{what} stayed false for {PATIENCE} s")
         time.sleep(pause)
-    return found
+    return answer
 
 
 def _end_process(process: subprocess.Popen[bytes]) -> None:
@@ -153,6 +153,6 @@ def _end_process(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

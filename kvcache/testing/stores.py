@@ -5,7 +5,7 @@
     from kvcache.testing import StoreTests
 
     class TestMine(StoreTests):
-        persistent = True          # make() with the same folder finds what was there
+        persistent = True          # make() with the same folder finds the existing entries
 
         def make(self, folder, budget=None):
             return MineStore(folder / "data", budget)
@@ -71,7 +71,7 @@ EVICTIONS: dict[str, tuple[Callable[[SnapshotStore], object], str]] = {
     "behind a hole is no use": (lambda store: (store.prefix(["b", "x", "a"]), fill(store, "e")), "bcde"),
     "deleting gives room": (lambda store: (store.delete("c"), fill(store, "e")), "abde"),
 }
-"""What is done to a store with room for four, which has a, b, c and d; what is left of a to f."""
+"""An action on a store with room for four that has a, b, c and d; the entries left afterwards."""
 
 PARTS: dict[str, list[Any]] = {
     "one": [b"one"],
@@ -93,21 +93,21 @@ def content(name: str, size: int = UNIT) -> bytes:
 
 
 def read(store: SnapshotStore, key: str) -> bytes | None:
-    """The bytes of a key; None for a miss, also if it vanished between the two calls."""
-    (found,) = store.stat([key])
-    if found is None:
+    """The bytes of a key; None for a miss, including an entry evicted between the two calls."""
+    (stat,) = store.stat([key])
+    if stat is None:
         return None
-    buffer = bytearray(found.nbytes)
+    buffer = bytearray(stat.nbytes)
     return bytes(buffer) if store.get_into(key, buffer) else None
 
 
 def present(store: SnapshotStore, keys: Sequence[str]) -> str:
-    """Those of the keys (single letters) that are there."""
-    return "".join(key for key, found in zip(keys, store.stat(list(keys)), strict=True) if found is not None)
+    """The stored keys among these (single letters)."""
+    return "".join(key for key, stat in zip(keys, store.stat(list(keys)), strict=True) if stat is not None)
 
 
 def fill(store: SnapshotStore, keys: Sequence[str], size: int = UNIT) -> int:
-    """Put what each of the keys has; how many bytes."""
+    """Put an entry for each key; returns the total size in bytes."""
     for key in keys:
         assert store.put(key, [content(key, size)])
     return len(keys) * size
@@ -155,7 +155,7 @@ class StoreTests:
             pytest.skip("this store declares that it has no budget")
         return open_store(4 * UNIT)
 
-    # What is put.
+    # Writing.
 
     @pytest.mark.parametrize("parts", PARTS.values(), ids=list(PARTS))
     def test_parts_are_stored_one_after_another(self, store: SnapshotStore, parts: list[Any]) -> None:
@@ -190,13 +190,13 @@ class StoreTests:
             store.put("a", [b"x", np.zeros((4, 4), np.float32)[:, 1]])
         assert store.stat(["a"]) == [None]
 
-    # What is asked.
+    # Queries.
 
     def test_stat_answers_in_order(self, store: SnapshotStore) -> None:
         for size, key in enumerate("abc"):
             store.put(key, [content(key, size)])
-        found = store.stat(["c", "x", "a", "b", "c"])
-        assert [stat and stat.nbytes for stat in found] == [2, None, 0, 1, 2]
+        stats = store.stat(["c", "x", "a", "b", "c"])
+        assert [stat and stat.nbytes for stat in stats] == [2, None, 0, 1, 2]
         assert store.stat([]) == []
 
     def test_every_kind_of_writable_buffer_is_filled(self, store: SnapshotStore) -> None:
@@ -293,7 +293,7 @@ class StoreTests:
     ) -> None:
         fill(store, "abc")
         if not self.damage(store, tmp_path, "b"):
-            pytest.skip("this store has no way to damage what it holds")
+            pytest.skip("this store does not implement damage")
         with pytest.raises(SnapshotCorruptError, match="b"):
             store.get_into("b", bytearray(UNIT))
         assert present(store, "abc") == "ac"
@@ -327,7 +327,7 @@ class StoreTests:
         fill(again, "ef")
         assert present(again, "abcdef") == left
 
-    # Readers, where the store has them.
+    # Readers, if the store has them.
 
     def _reader(self, store: SnapshotStore, data: bytes) -> tuple[ReadingStore, Reader]:
         if not isinstance(store, ReadingStore):
@@ -342,7 +342,7 @@ class StoreTests:
     def test_what_was_put_comes_in_order_into_whatever_is_given(
         self, store: SnapshotStore, sizes: tuple[int, ...], at_once: int
     ) -> None:
-        data = content("a", 700 * UNIT)  # several blocks of a digest, and no whole number of them
+        data = content("a", 700 * UNIT)  # several blocks of a digest, the last one partial
         _, reader = self._reader(store, data)
         buffers = [np.zeros(size * 700, np.uint8) for size in sizes]
         for start in range(0, len(buffers), at_once):
@@ -360,7 +360,7 @@ class StoreTests:
         with pytest.raises(StoreValueError, match="read-only"):
             reader.fill([bytes(3)])  # type: ignore[list-item]
         whole = np.zeros(UNIT // 2, ml_dtypes.bfloat16)
-        reader.fill([whole])  # nothing was read by what was refused
+        reader.fill([whole])  # the refused calls read nothing
         assert whole.tobytes() == content("a")
         assert reading.reader("b") is None
         with pytest.raises(StoreValueError, match="key"):
@@ -409,9 +409,9 @@ class StoreTests:
             for _ in range(40):
                 key = rng.choice("abcdefghij")
                 store.put(key, [content(key)[:400], content(key)[400:]])
-                found = read(store, rng.choice(key + "abcdefghij"))
-                assert found is None or found in expected
-                hits += found is not None
+                entry = read(store, rng.choice(key + "abcdefghij"))
+                assert entry is None or entry in expected
+                hits += entry is not None
                 if rng.random() < 0.2:
                     store.delete(key)
             return hits
@@ -443,11 +443,11 @@ class StoreTests:
             store.close()
             assert all(future.result(60) >= 0 for future in futures)
 
-    # Advice, where the store takes it.
+    # Advice, if the store accepts it.
 
     def test_advice_uses_nothing_and_passes_over_what_is_not_there(self, small: SnapshotStore) -> None:
         if not isinstance(small, AdvisedStore):
-            pytest.skip("this store takes no advice")
+            pytest.skip("this store accepts no advice")
         fill(small, "abcd")
         small.advise(["a", "e", "b"])
         fill(small, "f")
@@ -460,7 +460,7 @@ class StoreTests:
 
 
 def agrees(stores: Sequence[SnapshotStore], budget: int, seed: int, steps: int = 120) -> None:
-    """Random calls, each to any of these stores of one place, answer as a plain dictionary does."""
+    """Check random calls to stores that share one place against a plain dictionary."""
     entries: OrderedDict[str, bytes] = OrderedDict()  # least recently used first
     rng = random.Random(seed)
 

@@ -1,4 +1,4 @@
-"""put and get: what is stored comes back, converted, in the layout asked for; refusals store nothing."""
+"""put and get: stored data is returned, converted, in the requested layout; refusals store nothing."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class StoringTests(CacheCase):
         assert cache.nbytes == 2 * 4096 * 2 * (8 + 4) * 4
         assert backend.memory().allocated >= before + cache.nbytes
 
-    # How it is written.
+    # Writes.
 
     def test_a_run_of_cells_is_one_slice_copy_each_and_scattered_cells_are_set_rows(
         self, backend: ml.Backend, ctx: ml.Context

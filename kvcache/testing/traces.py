@@ -5,8 +5,8 @@ From the shell, many of them::
     python -m kvcache.testing.traces --backend numpy --traces 100000 --seed 0
     python -m kvcache.testing.traces --cache recurrent
 
-A trace is made from its seed alone. A failure is shrunk to the fewest calls that still fail, and
-printed with the seed; ``--replay SEED`` runs that one again.
+A trace depends only on its seed. A failure is shrunk to a minimal list of calls, and printed with the seed;
+``--replay SEED`` runs it again.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ FORMATS = tuple(BLOCKS)
 KINDS = {
     "attention": (0, 1, 2, 3), "causal": (0,), "sliding": (1, 2), "chunked": (3,), "quantized": (0, 1, 2, 3),
 }  # fmt: skip
-"""What ``--cache`` names: no window, a window, one with memory, a chunk."""
+"""The names for ``--cache``: no window, a window, a window with memory, a chunk."""
 LENGTH = 14
-"""Calls of one trace, at most; some more where there are snapshots."""
+"""The most calls of one trace; a few more with snapshots."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A trace that went wrong, shrunk: ``ops`` are the calls that still fail, as ``apply`` takes them."""
+    """A failed trace, shrunk: ``ops`` are the remaining calls, as arguments of ``apply``."""
 
     seed: int
     setup: Setup
@@ -61,13 +61,13 @@ FAMILY = {
     "encoder": "kvcache.testing.rigs.encoder",
     "wrapper": "kvcache.testing.rigs.wrapper",
 }
-"""Name of a cache -> the module with its trace; imported when asked for."""
+"""By name of a cache, the module with its trace, which is imported on use."""
 
 
 def run_family(
     cache: str, backend: ml.Backend, seed: int, floats: Sequence[DType], features: ml.Features
 ) -> str | None:
-    """What went wrong in the trace of ``seed``, or None."""
+    """The error of the trace of ``seed``, or None."""
     module, computes = importlib.import_module(FAMILY[cache]), features.has("matmul")
     try:
         if cache == "recurrent":
@@ -86,7 +86,7 @@ def run_family(
 def random_setup(
     rnd: random.Random, floats: Sequence[DType] = FLOATS, computes: bool = True, cache: str = "attention"
 ) -> Setup:
-    """A cache of any kind and arrangement; now and then a wide one, whose cells lie far apart."""
+    """A cache of any kind and layout; sometimes a wide one, whose cells are far apart."""
     wide = rnd.random() < 0.15
     quantized = computes and rnd.random() < (1 if cache == "quantized" else 0.12)
     config = ml.CacheConfig(
@@ -123,18 +123,18 @@ def random_setup(
 
 
 def random_format(rnd: random.Random, floats: Sequence[DType]) -> kvcache.CacheDType:
-    """One for K and V, or a pair, of which one may be plain."""
+    """One format for K and V, or a pair, one of which may be plain."""
     if rnd.random() < 0.5:
         return rnd.choice(FORMATS)
     return rnd.choice(((rnd.choice(FORMATS), rnd.choice(FORMATS)), (rnd.choice(floats), rnd.choice(FORMATS)),
                        (rnd.choice(FORMATS), rnd.choice(floats)), (floats[0], floats[-1])))  # fmt: skip
 
 
-# Choosing the next call, by what the model holds.
+# Choosing the next call from the model's content.
 
 
 def next_op(rnd: random.Random, model: Model, snapshots: float) -> Op:
-    """``snapshots`` is the share of calls that have to do with them."""
+    """The next call; ``snapshots`` is the share of calls that concern snapshots."""
     if rnd.random() < snapshots:
         return _with_snapshots(rnd, model)
     roll = rnd.random()
@@ -165,7 +165,7 @@ def _forward(rnd: random.Random, model: Model) -> Op:
         last[seq] += rnd.randrange(1, 4) if gaps else 1
         pairs.append((last[seq], seq))
     if rnd.random() < 0.08:
-        # Anywhere: before the first, into a gap, or where something is stored already.
+        # At any position: before the first, in a gap, or over stored ones.
         pairs[-1] = rnd.randrange(-1 if rnd.random() < 0.2 else 0, 12), pairs[-1][1]
     if rnd.random() < 0.3:
         rnd.shuffle(pairs)
@@ -177,7 +177,7 @@ def _forward(rnd: random.Random, model: Model) -> Op:
 
 
 def _reading(rnd: random.Random, model: Model) -> Op:
-    """Queries anywhere up to a little behind the end."""
+    """Queries at any positions up to slightly beyond the end."""
     seqs = rnd.choices(range(model.setup.max_sequences), k=rnd.randrange(1, 5))
     pairs = list({(rnd.randrange(model.last(seq) + 3), seq) for seq in seqs})
     lifted = rnd.sample(range(len(pairs)), rnd.choice((0, 0, 1)))
@@ -206,14 +206,14 @@ def _removal(rnd: random.Random, model: Model) -> Op:
 
 
 def _eviction(rnd: random.Random, model: Model) -> Op:
-    """Mostly of what lies before the last token; now and then beyond, which is refused."""
+    """Mostly positions before the last token; sometimes beyond, which is refused."""
     seq = rnd.randrange(model.setup.max_sequences)
     before = max(0, model.last(seq)) + (rnd.random() < 0.1)
     return "evict", seq, tuple(rnd.sample(range(before), rnd.randrange(before + 1)))
 
 
 def _with_snapshots(rnd: random.Random, model: Model) -> Op:
-    """Take one, or do something with one of those taken, named by its place."""
+    """Take a snapshot, or use an existing one, named by its index."""
     roll, seq, which = rnd.random(), rnd.randrange(model.setup.max_sequences), rnd.randrange(12)
     offset = model.last(seq) + 1
     begin, end = rnd.choice((0, 0, rnd.randrange(offset + 2))), rnd.choice((None, rnd.randrange(offset + 2)))
@@ -234,7 +234,7 @@ def _with_snapshots(rnd: random.Random, model: Model) -> Op:
 
 
 def apply(rig: CopyRig, op: Op, computes: bool) -> None:
-    """One call, checked."""
+    """Run one call, checked."""
     name, *args = op
     if name in ("restore", "split", "merge", "detach", "drop"):
         if rig.copies:
@@ -255,7 +255,7 @@ def apply(rig: CopyRig, op: Op, computes: bool) -> None:
         rig.defrag()
     elif name == "spoil":
         config = rig.setup.config
-        if config.cache_padding > 1 and not config.fixed_context:  # columns of padding do no harm
+        if config.cache_padding > 1 and not config.fixed_context:  # padding must not matter
             rig.spoil(*args)  # type: ignore[arg-type]
     else:
         rig.reserve(*args)  # type: ignore[arg-type]
@@ -291,7 +291,7 @@ def run_trace(
     computes: bool = True,
     cache: str = "attention",
 ) -> Failure | None:
-    """Run the trace of ``seed``; a failure comes shrunk."""
+    """Run the trace of ``seed``; returns the failure, shrunk, or None."""
     rnd = random.Random(seed)
     setup = random_setup(rnd, floats, computes, cache)
     ops: list[Op] = []
@@ -312,7 +312,7 @@ def run_trace(
 def _run(
     backend: ml.Backend, setup: Setup, choose: Callable[[Model], Iterator[Op]], computes: bool
 ) -> str | None:
-    """What went wrong, or None."""
+    """The error, or None."""
     try:
         with backend.new_context() as ctx:
             rig = CopyRig(setup, backend, ctx)
@@ -320,7 +320,7 @@ def _run(
                 apply(rig, op, computes)
             rig.check_copies()
             rig.cache.close()
-    except pytest.skip.Exception:  # stored in what the backend declares absent
+    except pytest.skip.Exception:  # stored in a dtype that the backend declares absent
         return None
     except Exception:
         return traceback.format_exc(limit=-4)
@@ -330,17 +330,17 @@ def _run(
 def _shrink(
     backend: ml.Backend, setup: Setup, ops: list[Op], error: str, computes: bool
 ) -> tuple[list[Op], str]:
-    """Leave out calls, many at a time and then one by one, while what is left still fails."""
+    """Remove calls, many at a time and then one by one, while the rest still fails."""
     size = max(1, len(ops) // 2)
     while True:
         at = 0
         while at < len(ops):
             fewer = ops[:at] + ops[at + size :]
-            found = _run(backend, setup, lambda _, kept=fewer: iter(kept), computes)  # type: ignore[misc]
-            if found is None:
+            failure = _run(backend, setup, lambda _, kept=fewer: iter(kept), computes)  # type: ignore[misc]
+            if failure is None:
                 at += size
             else:
-                ops, error = fewer, found
+                ops, error = fewer, failure
         if size == 1:
             return ops, error
         size //= 2
@@ -354,9 +354,9 @@ def run_traces(
     cache: str = "attention",
     most: int | None = None,
 ) -> list[Failure]:
-    """The failures among the traces of ``seeds``; after ``most`` of them no more are run."""
-    found = (run_trace(backend, seed, floats, computes, cache) for seed in seeds)
-    return list(itertools.islice((failure for failure in found if failure is not None), most))
+    """The failures among the traces of ``seeds``; stops after ``most`` failures."""
+    failures = (run_trace(backend, seed, floats, computes, cache) for seed in seeds)
+    return list(itertools.islice((failure for failure in failures if failure is not None), most))
 
 
 # The command.
@@ -367,14 +367,14 @@ def _chunk(cache: str, name: str, start: int, stop: int) -> list[str]:
     floats = [dtype for dtype in FLOATS if dtype in features.dtypes]
     with ml.open_backend(name) as backend:
         if cache in FAMILY:
-            found = (run_family(cache, backend, seed, floats, features) for seed in range(start, stop))
-            return [failure for failure in found if failure is not None]
+            outcomes = (run_family(cache, backend, seed, floats, features) for seed in range(start, stop))
+            return [failure for failure in outcomes if failure is not None]
         failures = run_traces(backend, range(start, stop), floats, features.has("matmul"), cache)
         return [str(failure) for failure in failures]
 
 
 def _chunks(args: argparse.Namespace) -> Iterator[tuple[int, list[str]]]:
-    """(how many were run, failures), as they come in."""
+    """(number of traces run, failures) of each chunk, as it finishes."""
     end = args.seed + args.traces
     for start in range(args.seed, end, 100):
         stop = min(start + 100, end)
@@ -386,7 +386,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m kvcache.testing.traces", description="Random traces of caches against their model."
     )
     parser.add_argument(
-        "--cache", default="attention", choices=[*KINDS, *FAMILY], help="what to trace (all attention caches)"
+        "--cache",
+        default="attention",
+        choices=[*KINDS, *FAMILY],
+        help="cache to trace (all attention caches)",
     )
     parser.add_argument("--backend", default="numpy", help="name of an installed backend (numpy)")
     parser.add_argument("--traces", type=int, default=2000, help="how many (2000)")
@@ -403,10 +406,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     began, done, failures = time.monotonic(), 0, 0
-    for count, found in _chunks(args):
+    for count, failed in _chunks(args):
         done += count
-        failures += len(found)
-        for failure in found[: max(0, 3 - failures + len(found))]:
+        failures += len(failed)
+        for failure in failed[: max(0, 3 - failures + len(failed))]:
             sys.stdout.write(f"\n{failure}\n")
         spent = time.monotonic() - began
         sys.stderr.write(

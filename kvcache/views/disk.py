@@ -211,11 +211,11 @@ def _open_page(path: Path) -> SerializedSnapshot:
 
 def _tokens(page: SerializedSnapshot) -> list[int | bytes] | None:
     """Token ids that were saved with the snapshot: a list in its meta, or an array."""
-    found = page.meta.get("tokens", page.arrays.get("tokens"))
-    if isinstance(found, np.ndarray):
-        found = found.tolist()
-    ids = isinstance(found, list) and all(type(token) is int and 0 <= token < 1 << 32 for token in found)
-    return found if ids else None
+    tokens = page.meta.get("tokens", page.arrays.get("tokens"))
+    if isinstance(tokens, np.ndarray):
+        tokens = tokens.tolist()
+    ids = isinstance(tokens, list) and all(type(token) is int and 0 <= token < 1 << 32 for token in tokens)
+    return tokens if ids else None
 
 
 def _short(value: Any, width: int = 60) -> str:

@@ -69,12 +69,12 @@ def fragment(blocks: Sequence[Block]) -> str:
 def _glossary(drawn: str) -> str:
     """The words that a reader sees, with their meanings; a plural counts."""
     seen = html.unescape(re.sub(r"<[^>]*>", " ", drawn))
-    told = "".join(
+    terms = "".join(
         f"<dt>{word}</dt><dd>{html.escape(meaning)}</dd>"
         for word, meaning in _WORDS.items()
         if re.search(rf"\b{word}s?\b", seen, re.IGNORECASE)
     )
-    return f"<h2>Glossary</h2>\n<dl>{told}</dl>\n" if told else ""
+    return f"<h2>Glossary</h2>\n<dl>{terms}</dl>\n" if terms else ""
 
 
 def _table(block: Block) -> str:

@@ -366,15 +366,15 @@ def _tier_text(tier: TierView) -> str:
 
 def _facts(node: NodeView, ages: bool = True, span: bool = True) -> str:
     """'12 tokens, [0, 12), 3.0 KiB, 5 s old, leaves first'."""
-    found = [counted(node.tokens, "token")]
-    found += [f"[{node.begin}, {node.end})"] if span else []
+    facts = [counted(node.tokens, "token")]
+    facts += [f"[{node.begin}, {node.end})"] if span else []
     if not node.tiers:
-        return ", ".join([*found, "nothing kept here"])
-    found += [bytes_text(node.nbytes)] if node.nbytes else []
-    found += [f"{age_text(node.age)} old"] if ages else []
-    found += [f"{node.idle:,} used since"] if ages and node.idle else []
-    found += ["leaves first"] if node.next_out else []
-    return ", ".join(found)
+        return ", ".join([*facts, "nothing kept here"])
+    facts += [bytes_text(node.nbytes)] if node.nbytes else []
+    facts += [f"{age_text(node.age)} old"] if ages else []
+    facts += [f"{node.idle:,} used since"] if ages and node.idle else []
+    facts += ["leaves first"] if node.next_out else []
+    return ", ".join(facts)
 
 
 # A mask.

@@ -62,9 +62,9 @@ class Occupancy:
             self._began = now
         tiers = {} if self._prefix is None else dict(self._prefix.nbytes)
         maps = tuple(map(_counts, render_cache(self._cache).maps))
-        found = Sample(now - self._began, maps, tiers)
-        self.samples.append(found)
-        return found
+        sample = Sample(now - self._began, maps, tiers)
+        self.samples.append(sample)
+        return sample
 
     def record(self) -> list[dict[str, Any]]:
         """All samples, JSON-able."""

@@ -122,57 +122,57 @@ class _Look:
 
     def views(self) -> list[NodeView]:
         """Parents before children, siblings in the order in which they were made."""
-        found: list[NodeView] = []
+        views: list[NodeView] = []
         waiting: list[tuple[HeldNode, int | None, int]] = [(self.tree.radix_tree.root, None, -1)]
         while waiting:
             node, parent, depth = waiting.pop()
             index = None
             if depth >= 0:
-                index = len(found)
-                found.append(self._view(node, parent, depth))
+                index = len(views)
+                views.append(self._view(node, parent, depth))
             children = [child for child in node.children.values() if id(child) in self.chosen]
             waiting += [(child, index, depth + 1) for child in reversed(children)]
-        return found
+        return views
 
     def _view(self, node: HeldNode, parent: int | None, depth: int) -> NodeView:
         hidden = _hidden(node, self.chosen, self.sizes)
         text = preview(self.tree.alphabet.decode(node.tokens[:HEAD]), self.decode)
-        held = node.data
-        if held is None:
+        entry = node.data
+        if entry is None:
             return NodeView(parent, depth, node.begin, node.end, text, (), 0, hidden=hidden)
-        age = max(0.0, self.now - held.since)
-        later = len(self.uses) - bisect.bisect_right(self.uses, held.used)
-        tiers, nbytes, first = _tiers_of(held), held.nbytes, node is self.first
+        age = max(0.0, self.now - entry.since)
+        later = len(self.uses) - bisect.bisect_right(self.uses, entry.used)
+        tiers, nbytes, first = _tiers_of(entry), entry.nbytes, node is self.first
         return NodeView(parent, depth, node.begin, node.end, text, tiers, nbytes, age, later, first, hidden)
 
 
-def _tiers_of(held: TreeEntry) -> tuple[str, ...]:
-    found = []
-    if held.snapshot is not None:
-        found.append("cache" if held.snapshot.in_cache else "device")
-    elif held.leaving is not None:
-        found.append("device")
-    if held.serialized is not None:
-        found.append("host")
-    if held.store_write is not None:
-        found.append("writing")
-    if held.stored:
-        found.append("store")
-    return tuple(found)
+def _tiers_of(entry: TreeEntry) -> tuple[str, ...]:
+    tiers = []
+    if entry.snapshot is not None:
+        tiers.append("cache" if entry.snapshot.in_cache else "device")
+    elif entry.leaving is not None:
+        tiers.append("device")
+    if entry.serialized is not None:
+        tiers.append("host")
+    if entry.store_write is not None:
+        tiers.append("writing")
+    if entry.stored:
+        tiers.append("store")
+    return tuple(tiers)
 
 
 def _tiers(prefix: PrefixCache) -> list[TierView]:
     tree = prefix.tree
-    found = [TierView("device", tree.device.nbytes, tree.device.budget, len(tree.device))]
+    tiers = [TierView("device", tree.device.nbytes, tree.device.budget, len(tree.device))]
     if tree.host is not None:
-        found.append(TierView("host", tree.host.nbytes, tree.host.budget, len(tree.host)))
+        tiers.append(TierView("host", tree.host.nbytes, tree.host.budget, len(tree.host)))
     if tree.store is not None:
-        found.append(TierView("writing", tree.store.writes.waiting, tree.store.writes.backlog, None))
+        tiers.append(TierView("writing", tree.store.writes.waiting, tree.store.writes.backlog, None))
         for store in tree.store.stores:
             where = getattr(store, "path", "")
             note = printable(f"{type(store).__name__} {where}".strip())
-            found.append(TierView("store", None, getattr(store, "budget", None), None, note))
-    return found
+            tiers.append(TierView("store", None, getattr(store, "budget", None), None, note))
+    return tiers
 
 
 def _session(prefix: PrefixCache, session: Session, decode: Decode | None) -> SessionView:

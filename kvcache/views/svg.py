@@ -162,15 +162,15 @@ def _heading(canvas: Canvas, heading: Heading) -> None:
 
 def _cells(canvas: Canvas, cells: CellMap) -> None:
     """Exact where every cell has a mark of its own, else the most frequent holder of each mark's cells."""
-    found = binned(cells, _PER_LINE * _LINES)
-    marks = len(found.codes)
+    bins = binned(cells, _PER_LINE * _LINES)
+    marks = len(bins.codes)
     columns = min(_PER_LINE, max(marks, 16))
     step = min(36.0, _ROOM / columns)
     height = 22.0 if step < 22 else step
     for line, start in enumerate(range(0, marks, columns)):
         y = canvas.y + line * (height + 4)
-        canvas.text(_LEFT - 8, y + height / 2 + 4, f"{start * found.size}", "dim mono", "end")
-    for mark, length, fill, tip, run in _boxes(cells, found, columns):
+        canvas.text(_LEFT - 8, y + height / 2 + 4, f"{start * bins.size}", "dim mono", "end")
+    for mark, length, fill, tip, run in _boxes(cells, bins, columns):
         x = _LEFT + mark % columns * step
         y = canvas.y + mark // columns * (height + 4)
         _box(canvas, x, y, length * step, height, fill, tip, run)
@@ -179,22 +179,20 @@ def _cells(canvas: Canvas, cells: CellMap) -> None:
             canvas.text(x + step / 2, y + height / 2 + 4, position, "in small", "middle")
     lines = -(-marks // columns)
     canvas.y += lines * (height + 4) + 8
-    if found.size > 1:
-        canvas.text(_LEFT, canvas.y + 4, f"a mark is {counted(found.size, 'cell')}", "dim small")
+    if bins.size > 1:
+        canvas.text(_LEFT, canvas.y + 4, f"a mark is {counted(bins.size, 'cell')}", "dim small")
         canvas.y += 14
     canvas.legend(_cell_legend(cells))
 
 
-def _boxes(
-    cells: CellMap, found: Binned, columns: int
-) -> Iterator[tuple[int, int, str, str, CellRun | None]]:
+def _boxes(cells: CellMap, bins: Binned, columns: int) -> Iterator[tuple[int, int, str, str, CellRun | None]]:
     """(first mark, marks, fill, tip, the run where it is exact), none of them over the end of a line."""
-    if found.size > 1:
-        marks = zip(found.codes.tolist(), found.filled.tolist(), range(found.codes.size), strict=True)
+    if bins.size > 1:
+        marks = zip(bins.codes.tolist(), bins.filled.tolist(), range(bins.codes.size), strict=True)
         for (code, part), group in itertools.groupby(marks, key=lambda mark: mark[:2]):
             places = [place for *_, place in group]
-            last = min((places[-1] + 1) * found.size, cells.cells) - 1
-            tip = f"cells {places[0] * found.size} to {last}: {100 * part:.0f} % used"
+            last = min((places[-1] + 1) * bins.size, cells.cells) - 1
+            tip = f"cells {places[0] * bins.size} to {last}: {100 * part:.0f} % used"
             for at, stop in _cut_at(places[0], places[-1] + 1, columns):
                 yield at, stop - at, _fill(code), tip, None
         return

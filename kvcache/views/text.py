@@ -77,21 +77,21 @@ def _tiers(block: Tiers, _: int) -> Iterator[Line]:
 def _cells(cells: CellMap, width: int) -> Iterator[Line]:
     margin = len(f"{cells.cells}") + 2
     columns = _columns(width - margin)
-    found = binned(cells, columns * ROWS)
-    codes = found.codes.tolist()
+    bins = binned(cells, columns * ROWS)
+    codes = bins.codes.tolist()
     rows = [codes[start : start + columns] for start in range(0, len(codes), columns)]
     at = 0
     for used, group in itertools.groupby(rows, key=any):
         lines = list(group)
         for i, row in enumerate(lines):
-            start = (at + i) * columns * found.size
+            start = (at + i) * columns * bins.size
             if i and not used and len(lines) > 3:
                 yield [(f"{'⋮':>{margin - 2}}  {len(lines) - 1} more lines of free cells", "dim")]
                 break
             spans = _merged((_mark(code), _style(code)) for code in row)
             yield [(f"{start:>{margin - 2}}  ", "dim"), *spans]
         at += len(lines)
-    yield from _wrapped(_legend(cells, found.size), margin, width, "dim")
+    yield from _wrapped(_legend(cells, bins.size), margin, width, "dim")
 
 
 def _columns(room: int) -> int:
@@ -233,21 +233,21 @@ def _merged(marks: Iterable[Span]) -> Line:
 
 def _cut(line: Line, width: int) -> Line:
     """The first ``width`` columns, "…" where something is cut; no blanks at the end."""
-    found: Line = []
+    lines: Line = []
     too_long = sum(cells_wide(text) for text, _ in line) > width
     room = width - too_long
     for text, style in line:
         kept = _first_columns(text, room)
         room -= cells_wide(kept)
-        found.append((kept, style))
+        lines.append((kept, style))
         if kept != text:
-            found.append(("…", "dim"))
+            lines.append(("…", "dim"))
             break
-    while found and not found[-1][0].strip():
-        found.pop()
-    if found:
-        found[-1] = found[-1][0].rstrip(), found[-1][1]
-    return found
+    while lines and not lines[-1][0].strip():
+        lines.pop()
+    if lines:
+        lines[-1] = lines[-1][0].rstrip(), lines[-1][1]
+    return lines
 
 
 def _fitted(text: str, columns: int) -> str:

@@ -1,4 +1,4 @@
 """Weights, configurations and vocabularies in files: safetensors, GGUF.
 
-Others use ``weights`` and ``source``; ``kvcache_engine.loading`` puts models together from them.
+Other packages use ``weights`` and ``source``; ``kvcache_engine.loading`` assembles models from them.
 """

@@ -1,6 +1,6 @@
 """A GGUF file: its metadata, the ModelConfig that it describes, and its tensors under Hugging Face's names.
 
-The rows of tensors are put in Hugging Face's order.
+The rows of tensors are returned in Hugging Face's order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["GGUFFile", "GGUFSource", "config_from_gguf", "half_split_rows", "ope
 class GGUFFile:
     """Opened and checked through the ``gguf`` package; tensor data is read on demand.
 
-    Raises ModelError where the file is missing, truncated or no GGUF file, or ``gguf`` is not installed.
+    Raises ModelError if the file is missing, truncated or not a GGUF file, or if ``gguf`` is not installed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,8 +37,8 @@ class GGUFFile:
                 f"{path}: reading GGUF files needs: pip install 'ml-kvcache[engine,gguf]'"
             ) from error
         try:
-            self._reader = gguf.GGUFReader(path, "c")  # private pages: nobody's write reaches the file
-        except Exception as error:  # the reader checks little: bad bytes raise whatever they meet first
+            self._reader = gguf.GGUFReader(path, "c")  # private pages: writes never reach the file
+        except Exception as error:  # the reader checks little: bad bytes raise arbitrary errors
             raise ModelError(f"{path}: truncated or not a GGUF file ({_first_line(error)})") from error
         self.path = path
         self._gguf = gguf
@@ -54,14 +54,14 @@ class GGUFFile:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors as stored (quantised)."""
+        """Bytes of all tensors as stored, possibly quantised."""
         return sum(int(tensor.n_bytes) for tensor in self._tensors.values())
 
     def has(self, key: str) -> bool:
         return key in self._reader.fields
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A metadata value: str, int, float, bool or a list of those; ``default`` where absent."""
+        """A metadata value: str, int, float, bool or a list of those; ``default`` if absent."""
         field = self._reader.fields.get(key)
         if field is None:
             return default
@@ -73,11 +73,11 @@ class GGUFFile:
         return str(bytes(field.parts[-1]), "utf-8", "replace") if strings else _plain(field.parts[-1][0])
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Row-major: GGML counts dimensions from the innermost."""
+        """The row-major shape; GGML counts dimensions from the innermost."""
         return tuple(int(size) for size in reversed(self._tensors[name].shape))
 
     def array(self, name: str) -> np.ndarray:
-        """F32, F16 and BF16 as they are; quantised blocks become F32."""
+        """F32, F16 and BF16 unchanged; quantised blocks become F32."""
         tensor = self._tensors[name]
         kind = tensor.tensor_type.name
         array: np.ndarray = np.asarray(tensor.data)
@@ -96,7 +96,7 @@ class GGUFFile:
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """The file, parsed once for its config, its vocabulary and its weights: that takes seconds."""
+    """The file, parsed once for config, vocabulary and weights, since parsing takes seconds."""
     try:
         status = path.stat()
     except OSError as error:
@@ -110,7 +110,7 @@ def _opened(path: Path, changed: int, size: int) -> GGUFFile:
 
 
 def _plain(value: Any) -> Any:
-    """A Python number; a float32 as the shortest decimal that it stands for (1e-05, not 9.99999975e-06)."""
+    """A Python number; a float32 as the shortest decimal that rounds to it (1e-05, not 9.99999975e-06)."""
     return float(str(value)) if isinstance(value, np.float32) else value.item()
 
 
@@ -123,7 +123,9 @@ _SCALING = ("factor", "original_context_length", "attn_factor", "yarn_beta_fast"
 
 
 def config_from_gguf(file: GGUFFile) -> ModelConfig:
-    """Raises ModelError for an unsupported architecture or metadata that is missing or contradictory."""
+    """The config. Raises ModelError for an unsupported architecture, and for missing or contradictory
+    metadata.
+    """
     try:
         return _parse(file)
     except KeyError as error:
@@ -135,25 +137,27 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
 
 
 class _Metadata:
-    """The keys below one architecture's name; of a list, whose values are those of layers, the one of all."""
+    """The keys below one architecture's name; a list of one value per layer is reduced to its common
+    value.
+    """
 
     def __init__(self, file: GGUFFile, architecture: str) -> None:
         self._file = file
         self._architecture = architecture
 
     def __getitem__(self, key: str) -> Any:
-        found = self.get(key)
-        if found is None:
+        value = self.get(key)
+        if value is None:
             raise KeyError(f"{self._architecture}.{key}")
-        return found
+        return value
 
     def get(self, key: str, default: Any = None) -> Any:
-        found = self._file.get(f"{self._architecture}.{key}", default)
-        if not isinstance(found, list):
-            return found
-        if len(set(found)) != 1:
+        value = self._file.get(f"{self._architecture}.{key}", default)
+        if not isinstance(value, list):
+            return value
+        if len(set(value)) != 1:
             raise ModelError(f"{self._architecture}.{key} differs between layers, which is not supported")
-        return found[0]
+        return value[0]
 
 
 def _parse(file: GGUFFile) -> ModelConfig:
@@ -166,7 +170,7 @@ def _parse(file: GGUFFile) -> ModelConfig:
     _refuse_unread(data)
     heads, hidden = data["attention.head_count"], data["embedding_length"]
     head_dim = data.get("attention.key_length") or hidden // heads
-    # End of sequence, of turn and of message: any of them stops.
+    # End of sequence, of turn and of message: each of them stops.
     ends = (file.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom"))
     return ModelConfig(
         architecture=_ARCHITECTURES[name],
@@ -196,8 +200,7 @@ def _refuse_unread(data: _Metadata) -> None:
     window = data.get("attention.sliding_window")
     if window and window < data["context_length"]:
         raise ModelError(
-            f"a sliding window of {window} tokens is not supported by the runner yet; "
-            "use a model with full attention"
+            f"a sliding window of {window} tokens is not supported for GGUF; use a model with full attention"
         )
     value = data.get("attention.value_length")
     if value is not None and value != data.get("attention.key_length", value):
@@ -219,7 +222,7 @@ def _rope(file: GGUFFile, data: _Metadata, head_dim: int) -> RopeSpec:
 def _scaling(data: _Metadata) -> RopeScaling | None:
     kind = data.get("rope.scaling.type", "linear")
     scaling: dict[str, Any] = {key: data.get(f"rope.scaling.{key}") for key in _SCALING}
-    scaling["factor"] = scaling["factor"] or data.get("rope.scale_linear")  # as older files have it
+    scaling["factor"] = scaling["factor"] or data.get("rope.scale_linear")  # the key of older files
     if kind == "none" or (kind == "linear" and not scaling["factor"]):
         return None
     if not scaling["factor"]:
@@ -257,8 +260,8 @@ class GGUFSource(WeightSource):
     """A GGUF file's weights.
 
     llama.cpp stores the query and key rows of its ``llama`` architecture (Llama and Mistral) for the
-    interleaved form of rotary embeddings; they are put back into Hugging Face's half-split order, so
-    that one RopeSpec serves both formats. Qwen's are stored half-split.
+    interleaved form of rotary embeddings; they are permuted back to Hugging Face's half-split order, so that
+    one RopeSpec applies to both formats. Qwen's are stored half-split.
     """
 
     def __init__(self, file: GGUFFile) -> None:
@@ -296,7 +299,7 @@ class GGUFSource(WeightSource):
 
 
 def _hugging_face_name(name: str) -> str | None:
-    """Hugging Face's name of a GGUF tensor; None for one that the model does not read."""
+    """Hugging Face's name for a GGUF tensor; None for one that the model does not read."""
     if name in _TOP:
         return _TOP[name]
     block = _BLOCK.fullmatch(name)
@@ -306,7 +309,8 @@ def _hugging_face_name(name: str) -> str | None:
 
 
 def half_split_rows(array: np.ndarray, heads: int) -> np.ndarray:
-    """Rows (pair 0 first half, pair 0 second half, pair 1 ...) -> (all first halves, all second halves).
+    """Reorder rows (pair 0 first half, pair 0 second half, pair 1 ...) to (all first halves, all second
+    halves).
 
     Per head of size 6, by row: 0 3 1 4 2 5 as stored -> 0 1 2 3 4 5. The inverse of ``permute`` in
     llama.cpp's convert_hf_to_gguf.py.

@@ -1,4 +1,4 @@
-"""Rotary embeddings as GGUF metadata describes them."""
+"""Rotary embeddings from GGUF metadata."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ __all__ = ["scaling_from_factors", "yarn_from_gguf"]
 
 
 def yarn_from_gguf(scaling: Mapping[str, Any], max_positions: int) -> YarnScaling:
-    """From the keys below ``{arch}.rope.scaling.``; llama.cpp multiplies its attn_factor to YaRN's own."""
+    """YaRN from the keys below ``{arch}.rope.scaling.``; llama.cpp multiplies YaRN's own factor by
+    attn_factor.
+    """
     plain = YarnScaling(float(scaling["factor"]), int(scaling["original_context_length"] or max_positions))
     return YarnScaling(
         plain.factor,
@@ -26,10 +28,9 @@ def yarn_from_gguf(scaling: Mapping[str, Any], max_positions: int) -> YarnScalin
 
 
 def scaling_from_factors(factors: np.ndarray, dim: int, base: float) -> Llama3Scaling:
-    """Llama 3's scaling from the ``rope_freqs.weight`` that llama.cpp's converter bakes it into.
-
-    The divisors alone do not name the parameters, but all Llama 3 models share all but the factor;
-    they are taken from there and checked against the divisors. Raises ModelError for any others.
+    """Llama 3's scaling from ``rope_freqs.weight``, in which llama.cpp's converter stores its divisors. The
+    divisors alone do not determine the parameters, but all Llama 3 models have the same ones except for the
+    factor; the result is checked against the divisors. Raises ModelError for other divisors.
     """
     scaling = Llama3Scaling(float(factors.max()), 1.0, 4.0, 8192)
     plain = RopeSpec(dim, base).inverse_frequencies

@@ -1,7 +1,6 @@
-"""A tokenizer built from the vocabulary that a GGUF file embeds.
-
-Two kinds cover the Llama family: "llama", a SentencePiece BPE whose merges follow from the scores,
-and "gpt2", a byte-level BPE whose merges are stored and whose way of cutting text into words has a name.
+"""A tokenizer built from the vocabulary in a GGUF file. Two kinds cover the Llama family: "llama", a
+SentencePiece BPE whose merges follow from the scores, and "gpt2", a byte-level BPE with stored merges and a
+named pre-tokenizer.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _BOS_BY_DEFAULT = {"llama", "llama-bpe", "llama3", "llama-v3"}
 
 
 def tokenizer_from_gguf(file: GGUFFile) -> tuple[Any, list[int]]:
-    """A ``tokenizers.Tokenizer`` and the ids that come before every text.
+    """A ``tokenizers.Tokenizer``, and the ids that precede every text.
 
     Raises ModelError, with the remedy, for a vocabulary of another kind.
     """
@@ -40,8 +39,8 @@ def tokenizer_from_gguf(file: GGUFFile) -> tuple[Any, list[int]]:
     builders = {"llama": _sentencepiece, "gpt2": _byte_level}
     if kind not in builders:
         raise ModelError(
-            f"{file.path}: its vocabulary is of the kind {kind!r}, not one of {', '.join(builders)}; "
-            "put the model's tokenizer.json beside the file"
+            f"{file.path}: its vocabulary has the kind {kind!r}, not one of {', '.join(builders)}; "
+            "put the model's tokenizer.json next to the file"
         )
     tokens = file.get("tokenizer.ggml.tokens", [])
     try:
@@ -51,21 +50,21 @@ def tokenizer_from_gguf(file: GGUFFile) -> tuple[Any, list[int]]:
         raise
     except Exception as error:  # the Rust side raises bare Exception
         raise ModelError(
-            f"{file.path}: its vocabulary cannot be used ({error}); put tokenizer.json beside it"
+            f"{file.path}: its vocabulary cannot be used ({error}); put tokenizer.json next to it"
         ) from error
     return tokenizer, _prefix(file, kind)
 
 
 def merges_from_scores(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """The merges of a SentencePiece BPE: every cut of a piece into two pieces, best score first."""
+    """The merges of a SentencePiece BPE: every split of a piece into two pieces, best score first."""
     ids = {piece: i for i, piece in enumerate(scores)}
-    found = []
+    merges = []
     for piece, score in scores.items():
         cuts = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
         pairs = sorted((ids[a], ids[b], a, b) for a, b in cuts if a in ids and b in ids)
-        found += [(score, a, b) for _, _, a, b in pairs]
-    found.sort(key=lambda merge: -merge[0])
-    return [(a, b) for _, a, b in found]
+        merges += [(score, a, b) for _, _, a, b in pairs]
+    merges.sort(key=lambda merge: -merge[0])
+    return [(a, b) for _, a, b in merges]
 
 
 def _sentencepiece(file: GGUFFile, tokens: Sequence[str]) -> Any:
@@ -97,10 +96,10 @@ def _byte_level(file: GGUFFile, tokens: Sequence[str]) -> Any:
     if name not in _WORDS:
         raise ModelError(
             f"{file.path}: its pre-tokenizer {name!r} is not one of {', '.join(_WORDS)}; "
-            "put the model's tokenizer.json beside the file"
+            "put the model's tokenizer.json next to the file"
         )
     merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges", [])]
-    whole = name.startswith("llama")  # Llama 3 takes a word that is a token as it is
+    whole = name.startswith("llama")  # Llama 3 does not split a word that is a token
     vocab = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=whole))
     words = _WORDS[name]
@@ -115,7 +114,7 @@ def _byte_level(file: GGUFFile, tokens: Sequence[str]) -> Any:
 
 
 def _added(file: GGUFFile, tokens: Sequence[str]) -> list[Any]:
-    """Tokens that are found in a text before it is cut into words; control tokens leave no text."""
+    """Tokens that are matched before a text is split into words; control tokens decode to no text."""
     from tokenizers import AddedToken
 
     types = file.get("tokenizer.ggml.token_type", [])

@@ -1,6 +1,5 @@
-"""Where a checkpoint lies, and what it offers in whatever format: its tensors by Hugging Face's names.
-
-Models by their name on the Hugging Face Hub are found in its cache on this machine, or fetched into it.
+"""Locates checkpoints, and defines the interface of all formats: tensors by Hugging Face's names. Models
+named as on the Hugging Face Hub are found in its local cache, or downloaded into it.
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ T = TypeVar("T")
 
 
 class WeightSource(Mapping[str, np.ndarray]):
-    """Tensors by Hugging Face name; each ``[]`` reads one and keeps nothing.
+    """Tensors by Hugging Face name; each ``[]`` reads one without keeping it.
 
-    BF16 comes as ``ml_dtypes.bfloat16``. Arrays alias the mapped file; a write stays in this process.
+    BF16 is ``ml_dtypes.bfloat16``. Arrays alias the mapped file; writes stay in this process.
     """
 
     origin: Path
-    """The folder or file that this was opened from."""
+    """The folder or file that it was opened from."""
 
     @abc.abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
-        """Without reading the data. ModelError where there is no such tensor."""
+        """The shape, without reading the data. Raises ModelError if there is no such tensor."""
 
     @property
     @abc.abstractmethod
     def nbytes(self) -> int:
-        """Bytes of all tensors as they are stored."""
+        """Bytes of all tensors as stored."""
 
     def _found(self, names: Mapping[str, T], name: str) -> T:
-        """What ``names`` has under a tensor's name; ModelError where there is none."""
+        """The value of ``names`` for a tensor's name. Raises ModelError if there is none."""
         if name not in names:
             raise ModelError(
                 f"{self.origin}: no tensor {name!r}; the file is incomplete or belongs to another model"
@@ -50,40 +49,38 @@ class WeightSource(Mapping[str, np.ndarray]):
 
 
 def located(path: str | Path) -> Path:
-    """What lies there or, where nothing does, the model of this name on the Hugging Face Hub.
-
-    Raises ModelError where the Hub was asked in vain.
+    """The existing path or, if there is none, the model of this name on the Hugging Face Hub. Raises
+    ModelError if the Hub does not have it.
     """
-    found = Path(path).expanduser()
-    return model_on_hub(str(path)) if not found.exists() and is_hub_name(str(path)) else found
+    local = Path(path).expanduser()
+    return model_on_hub(str(path)) if not local.exists() and is_hub_name(str(path)) else local
 
 
 def existing_model_path(path: str | Path) -> Path:
-    """A folder, or a file whose name ends in .gguf, as ``located`` finds it; else ModelError."""
-    found = located(path)
-    if not found.exists():
-        raise ModelError(f"{found}: no such model folder or .gguf file")
-    if found.is_file() and found.suffix != ".gguf":
-        raise ModelError(f"{found}: a model must be a folder in the Hugging Face format, or a .gguf file")
-    return found
+    """The folder or .gguf file that ``located`` finds. Raises ModelError for anything else."""
+    place = located(path)
+    if not place.exists():
+        raise ModelError(f"{place}: no such model folder or .gguf file")
+    if place.is_file() and place.suffix != ".gguf":
+        raise ModelError(f"{place}: a model must be a folder in the Hugging Face format, or a .gguf file")
+    return place
 
 
 _NAME = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w.-]+))?(?:/(?P<file>[\w.-]+\.gguf))?")
 _READ = ["*.json", "*.safetensors", "*.jinja"]
-"""What is read of a model's folder; not what lies in folders in it."""
+"""The files that are read in a model's folder, without subfolders."""
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether it could be OWNER/NAME, OWNER/NAME@REVISION, or a file of one: OWNER/NAME/FILE.gguf."""
+    """Whether a name has the form OWNER/NAME, OWNER/NAME@REVISION or OWNER/NAME/FILE.gguf."""
     return _NAME.fullmatch(name) is not None
 
 
 def model_on_hub(name: str) -> Path:
-    """The folder or .gguf file of that name in the Hugging Face cache; what is not there is fetched.
-
-    huggingface_hub shows the progress of a download on standard error, and goes by its own variables
-    (``HF_HOME``, ``HF_HUB_OFFLINE``, ``HF_TOKEN``, ``HF_ENDPOINT``). Raises ModelError where there is no such
-    model, or no way to it.
+    """The folder or .gguf file of that name in the Hugging Face cache, downloaded if necessary.
+    huggingface_hub shows the progress of a download on standard error, and uses its own variables
+    (``HF_HOME``, ``HF_HUB_OFFLINE``, ``HF_TOKEN``, ``HF_ENDPOINT``). Raises ModelError if there is no such
+    model, or if the Hub cannot be reached.
     """
     try:
         from huggingface_hub import errors
@@ -107,12 +104,12 @@ def model_on_hub(name: str) -> Path:
 
 
 def _find(name: str, local: bool) -> Path:
-    """In the cache (``local``), or fetched. Raises what huggingface_hub raises."""
+    """Find it in the cache (``local``), or download it. Raises the errors of huggingface_hub."""
     from huggingface_hub import errors, hf_hub_download, snapshot_download
 
-    found = _NAME.fullmatch(name)
-    assert found is not None
-    repo, revision, file = found.group("repo", "revision", "file")
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    repo, revision, file = match.group("repo", "revision", "file")
     if file is not None:
         return Path(hf_hub_download(repo, file, revision=revision, local_files_only=local))
     folder = Path(
@@ -121,12 +118,12 @@ def _find(name: str, local: bool) -> Path:
         )
     )
     if local and not (any(folder.glob("*.safetensors")) and (folder / "config.json").exists()):
-        raise errors.LocalEntryNotFoundError(f"{folder} has no weights or no config")  # a tokenizer, say
+        raise errors.LocalEntryNotFoundError(f"{folder} has no weights or no config")  # a tokenizer?
     return folder
 
 
 def read_json(path: Path) -> Any:
-    """What a file of JSON holds; ModelError where it cannot be read."""
+    """The content of a JSON file. Raises ModelError if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

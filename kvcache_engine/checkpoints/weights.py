@@ -25,14 +25,13 @@ _DTYPES = {
 
 
 class _File:
-    """One safetensors file, mapped: its header checked by the ``safetensors`` package, its data as it lies.
-
-    (That package's own NumPy reader does not know BF16 in all its versions.)
+    """One mapped safetensors file; its header is checked by the ``safetensors`` package. (Not all versions of
+    that package's NumPy reader support BF16.)
     """
 
     def __init__(self, path: Path) -> None:
         _check_safetensors(path)
-        self._data = np.memmap(path, np.uint8, mode="c")  # private pages: nobody's write reaches the file
+        self._data = np.memmap(path, np.uint8, mode="c")  # private pages: writes never reach the file
         size = int.from_bytes(self._data[:8].tobytes(), "little")
         header = json.loads(self._data[8 : 8 + size].tobytes())
         self.tensors: dict[str, dict[str, Any]] = {k: v for k, v in header.items() if k != "__metadata__"}
@@ -71,7 +70,7 @@ class SafetensorsSource(WeightSource):
             raise ModelError(f"{folder}: no {SINGLE} and no {INDEX}{_other_formats(folder)}")
 
     def _add(self, path: Path, names: list[str] | None) -> None:
-        """Open one file for ``names`` (None: for all that it holds)."""
+        """Open one file for ``names`` (None: all of its tensors)."""
         file = _File(path)
         for name in file.tensors if names is None else names:
             if name not in file.tensors:
@@ -107,14 +106,14 @@ class SafetensorsSource(WeightSource):
 def open_weights(path: str | Path) -> WeightSource:
     """The weights of a model folder or a .gguf file; no tensor data is read yet.
 
-    Raises ModelError for a missing folder or file, no weights in it, or a truncated or corrupt file.
+    Raises ModelError for a missing folder or file, a folder without weights, or a truncated or corrupt file.
     """
     from kvcache_engine.checkpoints.gguf import GGUFSource, open_gguf
 
-    found = existing_model_path(path)
-    if found.is_file():
-        return GGUFSource(open_gguf(found))
-    return SafetensorsSource(found)
+    place = existing_model_path(path)
+    if place.is_file():
+        return GGUFSource(open_gguf(place))
+    return SafetensorsSource(place)
 
 
 def _check_safetensors(path: Path) -> None:
@@ -150,14 +149,14 @@ def _shards(index: Path) -> dict[str, list[str]]:
 
 
 def _other_formats(folder: Path) -> str:
-    found = sorted(
+    files = sorted(
         path.name for pattern in ("*.gguf", "*.bin", "*.pth", "*.npz") for path in folder.glob(pattern)
     )
-    if not found:
+    if not files:
         return "; is it a model folder in the Hugging Face format?"
-    if found[0].endswith(".gguf"):
-        return f"; it holds {found[0]}: name that file as the model"
+    if files[0].endswith(".gguf"):
+        return f"; it holds {files[0]}: name that file as the model"
     return (
-        f"; it holds {found[0]}, which is not supported: convert it with "
+        f"; it holds {files[0]}, which is not supported: convert it with "
         "save_pretrained(safe_serialization=True)"
     )

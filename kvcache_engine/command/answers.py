@@ -1,4 +1,4 @@
-"""The answers to some prompts: whole ones, and what there is of those that were cut short."""
+"""The answers to some prompts, complete or interrupted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Answer", "Answers", "tell_full"]
 
 
 class Answer:
-    """What the model has said so far to ``prompt``, the ``number``-th one."""
+    """The answer so far to ``prompt``, the ``number``-th one."""
 
     def __init__(self, prompt: str, number: int = 0) -> None:
         self.prompt, self.number = prompt, number
@@ -34,19 +34,19 @@ class Answer:
 
     @property
     def reason(self) -> str:
-        """Why it ended; "interrupted" where it did not."""
+        """Why it ended; "interrupted" if it did not."""
         return "interrupted" if self.finished is None else self.finished.reason
 
     @property
     def so_far(self) -> Finished:
-        """The answer; of one that was interrupted what there is of it."""
+        """The answer, or the generated part of an interrupted one."""
         if self.finished is not None:
             return self.finished
         begun, tokens = self._started, tuple(self.tokens)
         return Finished(self.number, "length", self._text, tokens, begun.prompt_tokens, begun.reused)
 
     def record(self) -> dict[str, Any]:
-        """As ``outputs`` of ``kvcache generate --json`` have it; "interrupted" is one more reason."""
+        """An element of ``outputs`` in ``kvcache generate --json``; "interrupted" is an additional reason."""
         return {**output_record(self.prompt, self.so_far), "reason": self.reason}
 
 
@@ -64,12 +64,12 @@ class Answers:
         self._all[event.request].take(event)
 
     def ready(self) -> Iterator[Answer]:
-        """Those that are whole, in the order of the prompts, as far as all before them are."""
+        """Complete answers in the order of the prompts, up to the first incomplete one."""
         while self._waiting and self._waiting[0].finished is not None:
             yield self._waiting.pop(0)
 
     def rest(self) -> Iterator[Answer]:
-        """All others of which there is something."""
+        """All other answers that are not empty."""
         waiting, self._waiting = self._waiting, []
         return (answer for answer in waiting if answer.finished is not None or answer.tokens)
 
@@ -78,7 +78,7 @@ class Answers:
 
 
 def tell_full(answers: Sequence[Finished], limit: int, most: int) -> None:
-    """Say which answers ended because a sequence holds ``limit`` tokens; the model takes ``most``."""
+    """Report which answers ended because a sequence holds ``limit`` tokens; the model supports ``most``."""
     full = [str(answer.request + 1) for answer in answers if answer.reason == "capacity"]
     if not full:
         return

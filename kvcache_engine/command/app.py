@@ -1,4 +1,4 @@
-"""The commands of ``kvcache``: what they take, and what they call."""
+"""The commands of ``kvcache``: their options, and the functions that they call."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ MAX_SEQUENCES = 16
 """Prompts that run at the same time; further ones wait for a free sequence."""
 
 LISTING_WIDTH = 60
-"""Columns that the backends' listing needs; in fewer, its lines are left to the terminal to wrap."""
+"""The columns that the listing of backends needs; on narrower terminals, lines are not formatted."""
 
 app = typer.Typer(
     name="kvcache",
@@ -173,7 +173,7 @@ def generate(
         settings = sampling.settings(max_tokens, place.path, stop)
         runtime = place.chosen
         if runtime is Runtime.OWN:
-            load_config(place.path)  # a wrong path is told at once: opening a backend may take seconds
+            load_config(place.path)  # report a wrong path at once: opening a backend may take seconds
         cache = EngineOptions(
             min(len(prompts), MAX_SEQUENCES), capacity, prefill_chunk, dtypes.cache,
             batch_invariant=batch_invariant,

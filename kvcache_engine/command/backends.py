@@ -1,4 +1,4 @@
-"""What there is to know of each backend: from its plugin, and from opening it for a moment."""
+"""Information on each backend, from its plugin and from opening it briefly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CAPABILITIES: dict[str, type] = {
 
 @dataclass(frozen=True, slots=True)
 class Surveyed:
-    """A backend; ``error`` is what it raised when it was opened, with nothing known of what follows."""
+    """A backend; ``error`` is the error of opening it, in which case the later fields are unknown."""
 
     info: ml.BackendInfo
     dtypes: tuple[str, ...] = ()
@@ -51,20 +51,20 @@ def _survey_one(info: ml.BackendInfo, spec: ml.BackendSpec | None) -> Surveyed:
         with ml.open_backend(info.name) as backend:
             memory = backend.memory().devices
             capabilities = tuple(name for name, kind in CAPABILITIES.items() if isinstance(backend, kind))
-    except (Exception, SystemExit) as error:  # whatever a plugin does: the others are shown
+    except (Exception, SystemExit) as error:  # any error of a plugin: the others are still listed
         text = str(error) if isinstance(error, ml.MLError) else f"{type(error).__name__}: {error}"
         return Surveyed(info, dtypes, absent, " ".join(text.split()))
     return Surveyed(info, dtypes, absent, "", memory, capabilities)
 
 
 def record(row: Surveyed) -> dict[str, Any]:
-    """All of it, for JSON."""
+    """The information as JSON-able data."""
     rest = asdict(row)
     return {**rest.pop("info"), **rest}
 
 
 def listing(rows: Sequence[Surveyed]) -> Group:
-    """A block for each backend: a line with its name and version, and below it what it offers."""
+    """A block for each backend: a line with its name and version, then its features."""
     parts: list[Text | Table] = []
     for row in rows:
         parts.append(_title(row))
@@ -78,7 +78,7 @@ def listing(rows: Sequence[Surveyed]) -> Group:
 
 
 def plain(rows: Sequence[Surveyed]) -> Iterator[str]:
-    """The same as lines that no width wraps: for a file, or another program."""
+    """The same as unwrapped lines, for a file or another program."""
     for row in rows:
         yield _title(row).plain
         yield from (f"  {name:<{_WIDTH}}  {value}" for name, value in _lines(row))

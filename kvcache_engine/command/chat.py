@@ -1,4 +1,4 @@
-"""``kvcache chat``: several named conversations that share what they begin with."""
+"""``kvcache chat``: several named conversations that share common beginnings."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ from kvcache_engine.warm_up import warm_up
 __all__ = ["Chat", "chat"]
 
 LIVE_NODES = 8
-"""Nodes of the radix tree that are drawn below an answer."""
+"""The number of nodes of the radix tree drawn below an answer."""
 _LOAD = " (use /load FILE for a saved conversation)"
 MORE_ROOM = "/undo removes its last turn, /switch NAME starts another"
 SEQUENCES = 2
-"""One answers at a time: the other's share of the cache keeps what others have said."""
+"""Only one answers at a time; the other's share of the cache keeps other conversations."""
 
 
 @ungrouped
@@ -96,7 +96,7 @@ def chat(
             max_sequences=SEQUENCES,
             capacity=capacity,
             cache_dtype=dtypes.cache,
-            write_through=False,  # Conversations do so, where the store can be written
+            write_through=False,  # Conversations does this, if the store is writable
         )
         tiers: list[Tier] = [HostTier(), *([named_store(store, _LOAD)] if store else [])]
         with contextlib.ExitStack() as stack:
@@ -114,7 +114,7 @@ def chat(
 
 
 class Chat:
-    """Lines in, answers out: what is said, and commands, which begin with a slash."""
+    """The loop over input lines: text for the model, and commands, which begin with a slash."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Chat:
         self._live = live
 
     def run(self) -> None:
-        """To the end of the input, or /quit. Ctrl-C ends it only where the input is no terminal."""
+        """Run until the end of the input, or /quit. Ctrl-C ends it only if the input is not a terminal."""
         reader = Reader(self.completions, _say_aside if self._as_json else _show)
         if reader.typed and not self._as_json:
             _show(self._greeting())
@@ -146,30 +146,30 @@ class Chat:
                 self._tell(Reply(f"\n{text}", {"error": text}))
 
     def _greeting(self) -> str:
-        found = (
+        greeting = (
             f"continues after {counted(self._tokens, 'token')} (/show prints them); " if self._tokens else ""
         )
         names = [each.name for each in self.conversations if each is not self.conversations.current]
         others = f"; /switch goes to {', '.join(names)}" if names else ""
-        return f"{self._name}: {found}type a text for the model to continue, or /help{others}"
+        return f"{self._name}: {greeting}type a text for the model to continue, or /help{others}"
 
     def take(self, line: str) -> None:
-        """Do what one line asks for. What it is refused for is raised, and nothing has changed then."""
+        """Execute one line. An error is raised, and changes nothing."""
         if not line.strip():
             return
         if not line.startswith("/"):
             self._tell(self._say(line))
             return
         name, *arguments = words_of(line[1:]) or [""]
-        found = _COMMANDS.get(name)
-        if found is None:
+        command = _COMMANDS.get(name)
+        if command is None:
             close = difflib.get_close_matches(name, _COMMANDS, 1)
             meant = f"did you mean /{close[0]}? " if close else ""
             raise RequestError(f"there is no /{name}; {meant}/help lists the commands")
-        least, most = found.arguments
+        least, most = command.arguments
         if not least <= len(arguments) <= most:
-            raise RequestError(f"usage: {found.usage}")
-        reply = found.run(self, *arguments)
+            raise RequestError(f"usage: {command.usage}")
+        reply = command.run(self, *arguments)
         self._tell(Reply(reply.text, {"command": f"/{name}", **reply.record}))
 
     def _tell(self, reply: Reply) -> None:
@@ -187,13 +187,13 @@ class Chat:
         return "" if self._as_json else f"{self._name}> "
 
     def completions(self, before: str, word: str) -> list[str]:
-        """What ``word`` may become: a command, a conversation's name, a file."""
+        """The completions of ``word``: commands, conversations' names, files."""
         if not before.strip():
             return [each.begun for name, each in _COMMANDS.items() if f"/{name}".startswith(word)]
-        found = _COMMANDS.get(before.split()[0].removeprefix("/"))
-        if not before.startswith("/") or found is None:
+        command = _COMMANDS.get(before.split()[0].removeprefix("/"))
+        if not before.startswith("/") or command is None:
             return []
-        expected = found.usage.split()[1:]
+        expected = command.usage.split()[1:]
         at = len(before.split()) - 1
         kind = expected[at].strip("[]") if at < len(expected) else ""
         if kind == "FILE":
@@ -237,7 +237,7 @@ class Chat:
 
     @contextlib.contextmanager
     def _answer(self) -> Iterator[Callable[[str], None]]:
-        """Where an answer is written: on a terminal, after /live, with the cache drawn below it."""
+        """The output of an answer; on a terminal, after /live, with the cache drawn below it."""
         if self._as_json:
             yield lambda text: None
         elif not self._draws:
@@ -248,7 +248,7 @@ class Chat:
 
     @contextlib.contextmanager
     def _restoring(self, bars: Bars) -> Iterator[None]:
-        """Show what comes back from host memory or a store."""
+        """Show the progress of restoring from host memory or a store."""
         prefix = self.conversations.engine.prefix
         prefix.on_restore = bars.restored
         try:
@@ -267,7 +267,7 @@ class Chat:
     # Commands.
 
     def inspect(self, file: str = "") -> Reply:
-        """Draw what is kept, and the cells; or write the page."""
+        """Draw kept content and the cells, or write the page."""
         picture = self._picture()
         if file:
             size = write_page(picture, Path(file))
@@ -340,7 +340,7 @@ class Chat:
 
     @property
     def _tokens(self) -> int:
-        """Of the current conversation."""
+        """The number of tokens of the current conversation."""
         return len(self.conversations.current.tokens)
 
 
@@ -349,7 +349,7 @@ class _Command:
         self.usage, self.what, self.run = usage, what, run
         name, *words = usage.split()
         self.begun = f"{name} " if words else name
-        """As far as it is typed for whoever asks for its completion."""
+        """The text inserted by completion."""
         self.arguments = sum(not word.startswith("[") for word in words), len(words)
 
 
@@ -376,10 +376,10 @@ _COMMANDS = {
 
 @contextlib.contextmanager
 def stop_flag() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event, so that what is under way comes to a clean end; a second one interrupts it."""
+    """Ctrl-C sets the event, so that the current answer ends cleanly; a second one interrupts it."""
     stopped = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield stopped  # signals are the main thread's
+        yield stopped  # only the main thread receives signals
         return
 
     def stop(number: int, frame: Any) -> None:
@@ -395,7 +395,7 @@ def stop_flag() -> Iterator[threading.Event]:
 
 
 def _kept(store: str, engine: Engine) -> KeptConversations | None:
-    """What a store keeps of conversations themselves: a folder does. It exists by now."""
+    """The conversations kept in the store's folder, which exists by now; None for other stores."""
     place = named_store(store, _LOAD)
     if isinstance(place, str):
         if not place.startswith("file:"):
@@ -415,7 +415,7 @@ def _kept(store: str, engine: Engine) -> KeptConversations | None:
 
 
 def _columns() -> int | None:
-    """Of the terminal; None: lines are not wrapped."""
+    """The columns of the terminal; None: lines are not wrapped."""
     return shutil.get_terminal_size().columns if draws(sys.stdout) else None
 
 

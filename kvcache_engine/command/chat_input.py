@@ -14,20 +14,20 @@ from kvcache_engine.errors import RequestError
 __all__ = ["Complete", "Reader", "words_of"]
 
 Complete = Callable[[str, str], list[str]]
-"""From the line up to the word, and the word, what the word may become."""
+"""(line before the word, word) -> its completions."""
 LEAVES = "\n/quit or Ctrl-D leaves"
 
 
 class Reader:
-    """``read`` gives one line after the other, and None at the end."""
+    """``read`` returns the next line, and None at the end."""
 
     def __init__(self, complete: Complete, say: Callable[[str], None]) -> None:
         self.typed = sys.stdin.isatty()
-        if isinstance(sys.stdin, io.TextIOWrapper):  # bytes that are no text are refused line by line
+        if isinstance(sys.stdin, io.TextIOWrapper):  # invalid bytes are refused line by line
             sys.stdin.reconfigure(errors="surrogateescape")
         self._say = say
         self._complete = complete
-        self._found: list[str] = []
+        self._completions: list[str] = []
         self._editor = _editor() if self.typed else None
         if self._editor is not None:
             self._editor.set_completer_delims(" \t")
@@ -48,18 +48,18 @@ class Reader:
                 self._say(LEAVES)
 
     def _offer(self, word: str, index: int) -> str | None:
-        """As readline asks: for the first, the second ... completion until there is none."""
+        """readline's interface: completion number ``state`` of a word, None after the last."""
         if index == 0:
             assert self._editor is not None
             before = self._editor.get_line_buffer()[: self._editor.get_begidx()]
-            self._found = []
-            with contextlib.suppress(Exception):  # readline would print it into the line
-                self._found = self._complete(before, word)
-        return self._found[index] if index < len(self._found) else None
+            self._completions = []
+            with contextlib.suppress(Exception):  # readline would print errors into the line
+                self._completions = self._complete(before, word)
+        return self._completions[index] if index < len(self._completions) else None
 
 
 def _editor() -> Any:
-    """The readline module, which gives ``input`` its history and keys; None where there is none."""
+    """The readline module, which provides history and editing for ``input``; None if there is none."""
     try:
         import readline
     except ImportError:
@@ -68,7 +68,9 @@ def _editor() -> Any:
 
 
 def words_of(line: str) -> list[str]:
-    """The words of a command without its slash; quotes keep blanks in a file's name. Raises RequestError."""
+    """The words of a command without its slash; quotes allow spaces in file names. Raises RequestError for an
+    unclosed quote.
+    """
     if '"' not in line and "'" not in line:
         return line.split()
     try:

@@ -1,4 +1,4 @@
-"""What a line of ``kvcache chat`` comes to: as text for people, as a record for programs."""
+"""Replies to lines of ``kvcache chat``: as text for people, and as records for programs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["Reply", "aligned", "conversation_records", "conversation_rows", "eng
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """``text`` is None where people have seen all of it already."""
+    """``text`` is None if it has been shown already."""
 
     text: str | None
     record: dict[str, Any] = field(default_factory=dict)
 
 
 def conversation_rows(conversations: Iterable[Conversation], current: Conversation) -> list[tuple[str, str]]:
-    """The current one is marked."""
+    """The list of conversations, with the current one marked."""
     return [
         (f"{'*' if each is current else ' '} {each.name}", counted(len(each.tokens), "token"))
         for each in conversations
@@ -42,7 +42,7 @@ def conversation_records(
 
 
 def engine_rows(engine: Engine) -> list[tuple[str, str]]:
-    """What was computed, where the rest came from, and what is kept."""
+    """The numbers of computed, reused and kept tokens."""
     totals, reused = engine.statistics, engine.prefix.stats
     shown = ", ".join(f"{name} {count}" for name, count in _origins(engine).items() if count)
     kept = ", ".join(f"{name} {bytes_text(size)}" for name, size in engine.prefix.nbytes.items())
@@ -66,13 +66,13 @@ def engine_record(engine: Engine) -> dict[str, Any]:
 
 
 def _origins(engine: Engine) -> dict[str, int]:
-    """Where the tokens came from that were not computed."""
-    found = engine.prefix.stats
-    return {"live": found.live, "device": found.device, "host": found.host, "store": found.store}
+    """The origins of tokens that were not computed."""
+    stats = engine.prefix.stats
+    return {"live": stats.live, "device": stats.device, "host": stats.host, "store": stats.store}
 
 
 def aligned(rows: list[tuple[str, str]], width: int | None = None) -> str:
-    """Names on the left, values beside them: in ``width`` columns, where what is longer goes on below."""
+    """Names on the left and values on the right, wrapped to ``width`` columns."""
     left = max(len(name) for name, _ in rows) + 2
     if width is None or width < 2 * left:
         return "\n".join(f"{name:<{left}}{value}" for name, value in rows)

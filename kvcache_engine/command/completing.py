@@ -1,6 +1,5 @@
-"""What a shell is offered for a backend, a format, a store or a saved conversation; nothing is opened for it.
-
-A shell that is offered nothing completes file names.
+"""Shell completion of backends, formats, stores and saved conversations, without opening any of them. If
+there are no completions, shells complete file names.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ __all__ = ["backend_names", "cache_types", "conversations", "files_beginning", "
            "stores_and_conversations"]  # fmt: skip
 
 _MAX_HEADER, _MAX_VALUES = 1 << 24, 1 << 20
-"""Bytes, and JSON values, of a header that is looked at."""
+"""Limits for headers that are inspected: bytes, and JSON values."""
 MOST = 200
-"""Files that are looked into: a folder of very many is not worth the wait."""
+"""The most files that are inspected in a folder, to limit the wait."""
 
 
 _FIRST_TAB = """
@@ -32,8 +31,8 @@ fi
 
 
 def mend_zsh() -> None:
-    """Have the first Tab of a zsh answered too, which loads the script and, as typer has it, does no more."""
-    with contextlib.suppress(ImportError, KeyError):  # what typer has is good from the second on
+    """Make the first Tab in zsh complete too; typer's script is only loaded by it."""
+    with contextlib.suppress(ImportError, KeyError):  # then from the second Tab on
         from typer._completion_shared import _completion_scripts as scripts
 
         if "funcstack" not in scripts["zsh"]:
@@ -46,33 +45,33 @@ def backend_names(incomplete: str) -> list[tuple[str, str]]:
 
     try:
         specs = ml.plugins.registry().specs()
-    except Exception:  # whatever a plugin does: a shell shows no trace
+    except Exception:  # any error of a plugin: a shell must not show a traceback
         return []
-    found = sorted(name for name in specs if name.startswith(incomplete))
-    return [(name, escape(specs[name].install_hint)) for name in found]
+    names = sorted(name for name in specs if name.startswith(incomplete))
+    return [(name, escape(specs[name].install_hint)) for name in names]
 
 
 def cache_types(incomplete: str) -> list[str]:
-    """Names of storage formats, in small letters."""
+    """Names of storage formats, in lower case."""
     from kvcache import format_names
 
     try:
         return [name.lower() for name in format_names() if name.startswith(incomplete.upper())]
-    except Exception:  # whatever a plugin does
+    except Exception:  # any error of a plugin
         return []
 
 
 def stores(incomplete: str) -> list[str]:
-    """Folders of stores, and how the URLs of other stores begin."""
+    """Folders of stores, and the URL schemes of other stores."""
     from kvcache.stores import store_schemes
     from kvcache.views.disk import is_store
 
-    found = [name for name, path in _beside(incomplete) if path.is_dir() and is_store(path)]
+    folders = [name for name, path in _beside(incomplete) if path.is_dir() and is_store(path)]
     try:
         schemes = [f"{name}://" for name in store_schemes()]
     except Exception:
         schemes = []
-    return [*found, *(scheme for scheme in schemes if scheme.startswith(incomplete))]
+    return [*folders, *(scheme for scheme in schemes if scheme.startswith(incomplete))]
 
 
 def conversations(incomplete: str) -> list[str]:
@@ -91,12 +90,12 @@ def stores_and_conversations(incomplete: str) -> list[str]:
 
 
 def files_beginning(word: str) -> list[str]:
-    """Files and folders, the latter with a slash, as one would go on typing them."""
+    """Files and folders (with a slash) that complete the word."""
     return [f"{name}{'/' if path.is_dir() else ''}" for name, path in _beside(word, None)]
 
 
 def _beside(word: str, most: int | None = MOST) -> Iterator[tuple[str, Path]]:
-    """What begins with the word, as one would go on typing it, and where it lies."""
+    """Names that complete the word, with their paths."""
     folder, slash, start = word.rpartition("/")
     try:
         paths = sorted(Path(f"{folder}{slash}" or ".").expanduser().iterdir())
@@ -108,9 +107,9 @@ def _beside(word: str, most: int | None = MOST) -> Iterator[tuple[str, Path]]:
 
 
 def _is_conversation(path: Path) -> bool:
-    """By the header of the file, which is all that is read of it."""
+    """Whether a file is a saved conversation, judging only by its header."""
     try:
-        if not path.is_file():  # a pipe would keep its reader waiting
+        if not path.is_file():  # reading a pipe would block
             return False
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))

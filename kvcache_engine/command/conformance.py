@@ -1,4 +1,4 @@
-"""``kvcache conformance``: the shipped suites on one backend, and what they came to, area by area."""
+"""``kvcache conformance``: runs the shipped suites on one backend, and shows the results by area."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ __all__ = ["conformance", "counted", "record"]
 
 NEEDED = ("pytest", "hypothesis")
 COLUMNS = {"pass": "passed", "absent": "absent", "n/a": "not_applicable", "FAIL": "failed"}
-"""What a test came to, as the suites say it and as it is called here."""
+"""Outcomes of tests in the suites, and their names in the output."""
 HEADS = ("passed", "absent", "n/a", "failed")
 MOST = 20
-"""Failures that are listed."""
+"""The most failures that are listed."""
 EVERY_S = 10.0
 
 
@@ -90,7 +90,7 @@ def conformance(
     with reported(debug):
         _check_installed()
         options = {**device_options(device), **_pairs(option or ())}
-        ml.open_backend(backend, **_opened_with(options)).close()  # what is wrong with it is told at once
+        ml.open_backend(backend, **_opened_with(options)).close()  # reports its errors at once
         from ml.testing.results import Selection
 
         selection = Selection(
@@ -127,7 +127,7 @@ def _pairs(options: Sequence[str]) -> dict[str, str]:
 
 
 def _opened_with(options: Mapping[str, str]) -> dict[str, Any]:
-    """As the suites' own ``--ml-backend-option`` reads them: ``dtype`` is a DType."""
+    """Options converted as by the suites' ``--ml-backend-option``: ``dtype`` becomes a DType."""
     dtype = options.get("dtype")
     if dtype is None:
         return {**options}
@@ -139,7 +139,7 @@ def _opened_with(options: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _run(backend: str, selection: Selection, quiet: bool, debug: bool) -> Run:
-    """What pytest prints is kept for an error, and shown with ``debug``."""
+    """Run the suites. pytest's output is kept for an error message, and shown with ``debug``."""
     from ml.testing.results import NO_TESTS, CrashedError, load, run_suites
 
     done = "before the first test"
@@ -186,7 +186,7 @@ def _run(backend: str, selection: Selection, quiet: bool, debug: bool) -> Run:
 
 
 class _Lines:
-    """Where nothing can be drawn, a line every ten seconds says how far it is."""
+    """Progress as a line every ten seconds, where nothing can be drawn."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + EVERY_S
@@ -198,7 +198,7 @@ class _Lines:
 
 
 class _Since:
-    """What is running, and for how long already."""
+    """The running test, and for how long it has been running."""
 
     def __init__(self) -> None:
         self._what, self._began = "", 0.0
@@ -213,23 +213,23 @@ class _Since:
 
 
 def _last(log: Any) -> str:
-    """The last line of what pytest said that is not empty."""
+    """The last non-empty line of pytest's output."""
     log.seek(0)
     lines = [line.strip() for line in log.read().splitlines() if line.strip()]
     return lines[-1].removeprefix("ERROR: ") if lines else "it printed nothing"
 
 
-# What is shown.
+# Output.
 
 
 def counted(results: Sequence[Result]) -> dict[str, int]:
-    """How many came to what."""
+    """The number of tests by outcome."""
     counts = Counter(result.outcome for result in results)
     return {name: counts[outcome] for outcome, name in COLUMNS.items()}
 
 
 def record(run: Run, selection: Selection) -> dict[str, Any]:
-    """All of it, for JSON."""
+    """All results as JSON-able data."""
     reasons = Counter(result.reason for result in run.results if result.outcome in ("absent", "n/a"))
     return {
         "backend": run.name,
@@ -250,11 +250,11 @@ def record(run: Run, selection: Selection) -> dict[str, Any]:
 
 
 def _areas(run: Run) -> dict[str, list[Result]]:
-    """In the order of the suites."""
-    found: dict[str, list[Result]] = {}
+    """The results by area, in the order of the suites."""
+    areas: dict[str, list[Result]] = {}
     for result in run.results:
-        found.setdefault(result.area, []).append(result)
-    return found
+        areas.setdefault(result.area, []).append(result)
+    return areas
 
 
 def _show(run: Run, selection: Selection) -> None:

@@ -37,7 +37,7 @@ class Accepting(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """Whether tokens are drafted, by what, and how they are accepted."""
+    """Whether and how tokens are drafted and accepted."""
 
     draft: Annotated[
         str | None,
@@ -50,18 +50,18 @@ class Drafting:
     acceptance: Annotated[
         Accepting,
         typer.Option(
-            help="Of drawn drafts: rejection keeps the distribution, exact the text of each seed.",
+            help="For sampled drafts: rejection keeps the distribution, exact the text of each seed.",
             case_sensitive=False,
         ),
     ] = Accepting.REJECTION
 
     @property
     def mtp(self) -> bool:
-        """Whether the model is to be loaded with its layer for multi-token prediction."""
+        """Whether to load the model's layer for multi-token prediction."""
         return self.draft == MTP
 
     def options(self, options: EngineOptions) -> EngineOptions:
-        """With room for drafts, if there are any."""
+        """The engine's options, with room for drafts if there are any."""
         if self.draft is None:
             return options
         fields = {name: getattr(options, name) for name in EngineOptions.__slots__}
@@ -69,7 +69,7 @@ class Drafting:
 
     @contextlib.contextmanager
     def opened(self, model: Any, dtype: ml.DType, options: EngineOptions) -> Iterator[Draft | None]:
-        """The draft for an engine of ``options``, None without one; a model of its own is closed again."""
+        """The draft for an engine with ``options``, or None; a draft model is closed at the end."""
         if self.draft is None or self.draft in (LOOKUP, MTP):
             yield None if self.draft is None else MTPDraft(model) if self.mtp else prompt_lookup
             return
@@ -88,8 +88,8 @@ class Drafting:
             self._check_vocabulary(small.config, model)
         else:
             raise RequestError(
-                f"--draft {self.draft}: {runtime.value} computes it on {runtime.backend}; it must be "
-                f"on {model.backend.name}, as the model that it drafts for is"
+                f"--draft {self.draft}: {runtime.value} computes it on {runtime.backend}; it must be on "
+                f"{model.backend.name}, like the model that it drafts for"
             )
         context = options.context_for(model.config)
         with ModelDraft(small, options.max_sequences, capacity=context) as draft:
@@ -103,14 +103,18 @@ class Drafting:
             )
 
 
-def speculation_rows(found: Speculation) -> list[tuple[str, str]]:
-    """For a summary; nothing where nothing was drafted."""
-    if not found.drafted:
+def speculation_rows(speculation: Speculation) -> list[tuple[str, str]]:
+    """Rows of the summary; empty if nothing was drafted."""
+    if not speculation.drafted:
         return []
-    accepted = f"{found.accepted} of {found.drafted} ({found.acceptance:.0%})"
-    return [("drafts accepted", accepted), ("tokens per pass", f"{found.tokens_per_pass:.2f}")]
+    accepted = f"{speculation.accepted} of {speculation.drafted} ({speculation.acceptance:.0%})"
+    return [("drafts accepted", accepted), ("tokens per pass", f"{speculation.tokens_per_pass:.2f}")]
 
 
-def speculation_record(found: Speculation) -> dict[str, Any]:
-    """For JSON."""
-    return {**asdict(found), "acceptance": found.acceptance, "tokens_per_pass": found.tokens_per_pass}
+def speculation_record(speculation: Speculation) -> dict[str, Any]:
+    """JSON-able data."""
+    return {
+        **asdict(speculation),
+        "acceptance": speculation.acceptance,
+        "tokens_per_pass": speculation.tokens_per_pass,
+    }

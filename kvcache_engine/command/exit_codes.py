@@ -1,4 +1,4 @@
-"""What the ``kvcache`` command exits with beside 0, 1 for an error and 2 for wrong usage."""
+"""Exit codes of the ``kvcache`` command other than 0, 1 for an error and 2 for wrong usage."""
 
 INTERRUPTED = 130
-"""For Ctrl-C, as shells have it: 128 + SIGINT."""
+"""For Ctrl-C, as in shells: 128 + SIGINT."""

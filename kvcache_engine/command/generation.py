@@ -1,4 +1,4 @@
-"""What ``kvcache generate`` does, alone or as one of the ranks of a model."""
+"""``kvcache generate``, in one process or as one of the ranks of a model."""
 
 from __future__ import annotations
 
@@ -40,9 +40,8 @@ def continue_prompts(
     group: ml.Group | None = None,
     model: LanguageModel | None = None,
 ) -> None:
-    """Generate and show it; with a ``group``, as one of its ranks. ``model``: one that is loaded already.
-
-    Everything is checked before the weights are loaded; whatever happens, the screen is put back.
+    """Generate and show answers; with a ``group``, as one of its ranks. ``model``: an already loaded one.
+    Everything is checked before the weights are loaded, and the screen is always restored.
     """
     if model is None:
         config, weights = _own_sizes(path, dtype, group)
@@ -81,10 +80,10 @@ def continue_prompts(
 
 @contextlib.contextmanager
 def _abandoned(screen: Screen, generator: Generator) -> Iterator[None]:
-    """Whatever ends the block, the answers that there are by then are shown."""
+    """Show the answers generated so far, however the block ends."""
     try:
         yield
-    except BrokenPipeError:  # nobody reads them
+    except BrokenPipeError:  # the reader has gone
         raise
     except BaseException:
         screen.stop()
@@ -109,11 +108,10 @@ def _prepare(
     settings: GenerationOptions,
     options: EngineOptions,
 ) -> tuple[Tokenizer, EngineOptions]:
-    """The tokenizer, and the options with the capacity that the prompts need where none was given.
-
-    ``weights``: bytes that are still to be loaded.
+    """The tokenizer, and the options, with the capacity that the prompts need if none is set. ``weights``:
+    bytes still to be loaded.
     """
-    if options.capacity is not None:  # before the prompts: it needs the config alone
+    if options.capacity is not None:  # before the prompts, since it needs only the config
         sizes = (options.cache_dtype, options.max_sequences, options.capacity)
         check_memory(config, backend, *sizes, weights)
     tokenizer = Tokenizer.load(path)

@@ -1,4 +1,4 @@
-"""Options that go together as one parameter: a command that takes a group of them declares none of them."""
+"""Groups of options as one parameter, so that commands need not declare each option."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ __all__ = ["ungrouped"]
 
 
 def ungrouped(command: Callable[..., None]) -> Callable[..., None]:
-    """The command as typer wants it: in the place of each dataclass its fields, every one an option.
-
-    The dataclasses' fields are annotated as parameters of a command are; all have defaults.
+    """The command in typer's form: each dataclass parameter is replaced by its fields as options. The fields
+    are annotated like parameters of a command; all have defaults.
     """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
@@ -33,9 +32,9 @@ def ungrouped(command: Callable[..., None]) -> Callable[..., None]:
 
 def _parameters(command: Callable[..., None], hints: dict[str, Any]) -> Iterator[inspect.Parameter]:
     by_name = inspect.Parameter.KEYWORD_ONLY
-    for name, given in inspect.signature(command).parameters.items():
+    for name, parameter in inspect.signature(command).parameters.items():
         if not is_dataclass(hints[name]):
-            yield given.replace(kind=by_name, annotation=hints[name])
+            yield parameter.replace(kind=by_name, annotation=hints[name])
             continue
         kinds = get_type_hints(hints[name], include_extras=True)
         for each in fields(hints[name]):

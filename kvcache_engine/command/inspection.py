@@ -1,4 +1,4 @@
-"""``kvcache inspect``: what lies in a store, in a saved conversation, or in a cache at work, as a picture."""
+"""``kvcache inspect``: a picture of a store, a saved conversation, or a running cache."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ from kvcache_engine.tokenizer import Tokenizer
 __all__ = ["demonstrate", "inspect", "look_at", "show", "write_page"]
 
 HOST_BUDGET = 256 << 20
-"""Bytes of host memory that a demonstration keeps snapshots in."""
+"""The host memory for snapshots of a demonstration, in bytes."""
 _SPARE = 4
-"""Tokens of each sequence that are left free in a demonstration."""
+"""Free tokens of each sequence in a demonstration."""
 
 
 def inspect(
@@ -106,7 +106,7 @@ def inspect(
 def look_at(
     target: str, budget: int | None, entries: int, model: Path | None = None, bars: Bars | None = None
 ) -> Picture:
-    """The picture of a store's folder, or of a file: with its text where the model that it is of is known."""
+    """The picture of a store's folder, or of a file, with its text if its model is known."""
     if target.startswith("file:"):
         url, _, query = target.partition("?")
         target = path_of(url)
@@ -123,7 +123,7 @@ def look_at(
 
 
 def _decoder(path: Path, model: Path | None) -> Decode | None:
-    """That of the model named, or of the bundled one where it is what computed the page."""
+    """The decoder of the named model, or of the bundled one if that computed the entry."""
     if model is not None:
         return Tokenizer.load(model).decode
     bundled = bundled_model()
@@ -141,7 +141,7 @@ def demonstrate(
     console: Console | None,
     bars: Bars | None = None,
 ) -> Picture:
-    """Generate for all prompts over one PrefixCache; all but the last are done when the picture is taken."""
+    """Generate for all prompts over one PrefixCache; only the last is still running in the picture."""
     bars = bars or Bars(None)
     tokenizer = Tokenizer.load(place.path)
     with place.loaded(ml.DType.F32, bars.loading) as loaded:
@@ -167,9 +167,9 @@ def _run(
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
     take: Callable[[], Picture],
-    told: Callable[[Event], None],
+    listener: Callable[[Event], None],
 ) -> Picture:
-    """One request after another, so that each finds what those before it left; the last one stays open."""
+    """Run one request after another, so that each reuses earlier ones; the last one stays open."""
     picture: Picture | None = None
     for i, tokens in enumerate(prompts):
         engine.submit(tokens, GenerationOptions(max_tokens))
@@ -177,14 +177,14 @@ def _run(
             for event in engine.step():
                 if isinstance(event, Failed):
                     raise event.error
-                told(event)
+                listener(event)
             if engine.running and i == len(prompts) - 1:
                 picture = take()
     return picture or take()
 
 
 def write_page(picture: Picture, path: Path) -> int:
-    """The bytes of the page, which is written whole or not at all; to a device or pipe as it comes."""
+    """Write the page atomically, or directly to a device or pipe; returns its size in bytes."""
     page, target = picture.html().encode(), path.expanduser()
     try:
         if target.exists() and not target.is_file():
@@ -196,7 +196,7 @@ def write_page(picture: Picture, path: Path) -> int:
 
 
 def show(picture: Picture, console: Console | None, as_json: bool = False) -> None:
-    """In colours where there is a terminal, else as plain text or JSON."""
+    """Print in colours on a terminal, else as plain text or JSON."""
     if as_json:
         print_json(picture.record())
     elif console is not None:

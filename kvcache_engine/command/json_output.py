@@ -1,4 +1,4 @@
-"""JSON on standard output, the same way for every command."""
+"""JSON on standard output, in one form for all commands."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["json_line", "output_record", "print_json", "statistics_record"]
 
 
 def print_json(value: Any) -> None:
-    """Write a value as one line, at once: whoever reads line by line has it as soon as it is there."""
+    """Write a value as one line and flush it, for programs that read line by line."""
     sys.stdout.write(json_line(value) + "\n")
     sys.stdout.flush()
 
 
 def json_line(value: Any) -> str:
-    """Without line breaks; letters are escaped only where standard output's encoding may lack some."""
+    """A value without line breaks; letters are escaped only if standard output's encoding may lack some."""
     encoding = codecs.lookup(sys.stdout.encoding or "ascii").name
     return json.dumps(value, ensure_ascii=not encoding.startswith("utf"))
 
 
 def output_record(prompt: str, answer: Finished) -> dict[str, Any]:
-    """What a prompt was continued by."""
+    """The record of an answer."""
     record = {"prompt": prompt, **asdict(answer), "computed": answer.computed}
     del record["logprobs"]
     return record

@@ -1,7 +1,7 @@
 """A running engine on the terminal: ``kvcache serve --live``.
 
-``EngineBoard`` takes part in the worker's thread alone: it hears the requests' events, and looks at the
-engine between two passes. What it gives is a picture, which another thread draws.
+``EngineBoard`` runs only in the worker's thread: it receives the requests' events, and inspects the engine
+between two passes. Another thread draws the resulting picture.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from kvcache_engine.serve.worker import Stopped, Ticket, Worker
 __all__ = ["EngineBoard", "EnginePicture", "RequestView", "watching"]
 
 INTERVAL = 0.25
-"""Seconds between two looks."""
+"""Seconds between two pictures."""
 ENDED, EVENTS, ROWS = 6, 6, 16
-"""Requests that have ended, events, and requests in all that are shown."""
+"""The most ended requests, events, and requests in total that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +49,18 @@ class RequestView:
 
 @dataclass(frozen=True)
 class EnginePicture(Picture):
-    """An engine at one moment: its requests, the prefix tree's tiers, the cells, and what happened last."""
+    """An engine at one moment: its requests, the prefix tree's tiers, the cells, and the latest events."""
 
     requests: tuple[RequestView, ...]
-    """Those that run, that wait, and that ended last."""
+    """Running and waiting requests, and those that ended last."""
     counts: Mapping[str, int]
-    """Requests that are "running", "waiting", "ended", and "preemptions"."""
+    """The numbers of "running", "waiting" and "ended" requests, and of "preemptions"."""
     generated: int
     rate: float
-    """Tokens per second since the last look."""
+    """Tokens per second since the last picture."""
     prefix: PrefixPicture
     events: tuple[tuple[str, str], ...]
-    """(time of day, what), the oldest first."""
+    """(time of day, description), oldest first."""
 
     def blocks(self) -> Iterator[Block]:
         counts = ", ".join(f"{count:,} {name}" for name, count in self.counts.items())
@@ -90,7 +90,7 @@ class EnginePicture(Picture):
 
 @dataclass(slots=True)
 class _Progress:
-    """A request that has not ended; ``first`` and ``last``: when its first and its last token came."""
+    """A request in progress; ``first`` and ``last`` are the times of its first and its last token."""
 
     request: Request
     first: float | None = None
@@ -111,9 +111,8 @@ class _Progress:
 
 
 class EngineBoard:
-    """What has happened to the requests of a worker, told by ``observe``, and pictures of it by ``look``.
-
-    Both are to be called in the worker's thread. ``clock`` counts seconds, ``now`` is the time of day.
+    """Collects the events of a worker's requests (``observe``) and makes pictures of them (``look``). Call
+    both in the worker's thread. ``clock`` counts seconds, ``now`` is the time of day.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class EngineBoard:
         self._last: tuple[float, int] | None = None
 
     def observe(self, ticket: Ticket, event: EngineEvent) -> None:
-        """Take in what happened to the request of ``ticket``."""
+        """Record an event of the request of ``ticket``."""
         if ticket.request is None:
             return
         progress = self._requests.setdefault(event.request, _Progress(ticket.request))
@@ -148,7 +147,7 @@ class EngineBoard:
             self._end(progress, "failed", f": {printable(one_line(event.error))}")
 
     def look(self, engine: Engine) -> EnginePicture:
-        """The engine as it is now. Changes nothing of it."""
+        """A picture of the engine's current state, which it does not change."""
         now, generated = self._clock(), engine.statistics.generated_tokens
         then, before = self._last or (now, generated)
         self._last = now, generated
@@ -184,21 +183,20 @@ class EngineBoard:
         self._events.append((self._now(), what))
 
     def _note_counts(self, engine: Engine, prefix: PrefixPicture) -> None:
-        """An event for each count that has grown since the last look."""
-        found = {"preempted": engine.preemptions, "evicted from the prefix tree": prefix.evicted}
-        found |= {f"lost on the way to {tier}": count for tier, count in engine.prefix.failed.items()}
-        found |= {f"store errors ({kind})": count for kind, count in engine.prefix.store_errors.items()}
-        for what, count in found.items():
+        """Record an event for each count that has grown since the last picture."""
+        counts = {"preempted": engine.preemptions, "evicted from the prefix tree": prefix.evicted}
+        counts |= {f"lost on the way to {tier}": count for tier, count in engine.prefix.failed.items()}
+        counts |= {f"store errors ({kind})": count for kind, count in engine.prefix.store_errors.items()}
+        for what, count in counts.items():
             if more := count - self._counted.get(what, 0):
                 self._note(f"{more:,} {what}")
-        self._counted = found
+        self._counted = counts
 
 
 @contextlib.contextmanager
 def watching(worker: Worker, console: Console, interval: float = INTERVAL) -> Iterator[None]:
-    """Draw what ``worker`` does on ``console`` every ``interval`` seconds, in a thread of its own.
-
-    The last picture, which is taken at the end of the block, stays.
+    """Draw the state of ``worker`` on ``console`` every ``interval`` seconds, in a separate thread. A last
+    picture is taken at the end of the block, and stays.
     """
     board, over = EngineBoard(), threading.Event()
 

@@ -1,7 +1,6 @@
-"""Starts the ``kvcache`` command, whose parts are in kvcache_engine.command.
-
-This module imports without the packages of the ``engine`` extra, to say so where they are missing, and
-quickly, so that there is a short message for Ctrl-C as soon as there can be one.
+"""Starts the ``kvcache`` command, whose parts are in kvcache_engine.command. This module imports without the
+packages of the ``engine`` extra, so that it can report them missing, and quickly, so that Ctrl-C is handled
+from the start.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import sys
 
 from kvcache_engine.command.exit_codes import INTERRUPTED
 
-TYPE_CHECKING = False  # typing's, without the cost of importing typing
+TYPE_CHECKING = False  # replaces typing's, which is expensive to import
 if TYPE_CHECKING:
     from typing import Any
 
@@ -21,14 +20,14 @@ __all__ = ["app", "main"]
 MISSING = "kvcache: {name} is not installed; the command needs: pip install 'ml-kvcache[engine]'"
 _EXTRA = {"click", "rich", "typer"}
 
-app: Any  # the typer application: __getattr__ loads it when it is asked for
+app: Any  # the typer application, loaded by __getattr__
 
 
 def main() -> None:
     """Run the command and exit: 0, 1 for an error, 2 for wrong usage, 130 for Ctrl-C."""
-    # PyTorch's threads, where it is loaded: waiting for each other they let other processes run.
+    # For PyTorch's threads: they yield to other processes while they wait for each other.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Numba's coloured errors come by colorama, which sends an escape to the terminal when Python ends.
+    # Numba's coloured errors use colorama, which sends an escape to the terminal at exit.
     os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
     try:
         before = _end_at_interrupt()
@@ -47,11 +46,10 @@ def main() -> None:
 
 
 def _end_at_interrupt() -> Any:
-    """From now on Ctrl-C says so and ends the process there and then: for where nothing is lost by that.
-
-    Python's own answer, an exception wherever the interpreter happens to be, is lost or printed with a
-    trace in the midst of an import. Returns what answered until now; None, and nothing is changed, where
-    that is not Python (Ctrl-C is ignored in a job in the background), and in threads, which get no signals.
+    """From now on, Ctrl-C prints a message and ends the process immediately; used while nothing can be lost.
+    Python's default, an exception at an arbitrary point, is lost or printed with a traceback during an
+    import. Returns the previous handler. Returns None and changes nothing if that was not Python's (a
+    background job ignores Ctrl-C), and outside of the main thread, which alone receives signals.
     """
     import signal
 
@@ -64,7 +62,7 @@ def _end_at_interrupt() -> Any:
 
 
 def _raise_at_interrupt(before: Any) -> None:
-    """Go back to what answered ``before``."""
+    """Restore the handler ``before``."""
     import signal
 
     if before is not None:
@@ -72,10 +70,9 @@ def _raise_at_interrupt(before: Any) -> None:
 
 
 def _exit_at_termination() -> None:
-    """SIGTERM, and SIGHUP where the terminal goes, end the command as an error would: what is open is closed.
-
-    The exit code is that of shells, 128 + the signal's number. Where the signal is ignored, as nohup has
-    it, it stays so; a second one changes nothing.
+    """SIGTERM, and SIGHUP when the terminal closes, end the command like an error, so that everything open is
+    closed. The exit code is 128 + the signal's number, as in shells. A signal that is ignored, as under
+    nohup, stays ignored; a second one has no effect.
     """
     import signal
 
@@ -101,10 +98,10 @@ def _end(number: int, frame: object) -> None:
 
 def _mend_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # it was closed by whoever started this
+        if getattr(sys, name) is None:  # closed by the parent process
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal without some character shows a "?"
+        if isinstance(stream, io.TextIOWrapper):  # "?" replaces characters that the terminal lacks
             stream.reconfigure(errors="replace")
 
 
@@ -112,7 +109,7 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:  # noqa: SIM105 - importing contextlib takes longer than all of this module
             stream.flush()
-        except (OSError, ValueError):  # Python says so at its end
+        except (OSError, ValueError):  # Python reports it at exit
             pass
 
 

@@ -1,4 +1,4 @@
-"""The options that several commands of ``kvcache`` share, those that go together as a group (grouped.py)."""
+"""The options that several commands of ``kvcache`` share; related ones form a group (grouped.py)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ __all__ = [
 
 
 class Precision(StrEnum):
-    """The dtypes that weights and activations are held in."""
+    """The dtypes of weights and activations."""
 
     F32 = "f32"
     F16 = "f16"
@@ -93,7 +93,7 @@ Timeout = Annotated[
 
 
 def _stored(value: str | None) -> str | None:
-    """The name of a format, as the library has it."""
+    """The library's name of a format."""
     try:
         return None if value is None else open_format(value).name
     except ml.DTypeError:
@@ -137,12 +137,12 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 
 def device_options(device: str | None) -> dict[str, str]:
-    """For ``ml.open_backend``."""
+    """The options for ``ml.open_backend``."""
     return {} if device is None else {"device": device}
 
 
 def named_store(store: str, hint: str = "") -> str | Path:
-    """What --store says as ``open_store`` takes it, which a bare folder is not; ``hint`` is for a file."""
+    """--store as an argument of ``open_store``, which does not accept a folder; ``hint`` is for a file."""
     if "://" in store or store.startswith("file:"):
         return store
     path = Path(store).expanduser().absolute()
@@ -153,7 +153,7 @@ def named_store(store: str, hint: str = "") -> str | Path:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which model, whose code computes it, and where it runs."""
+    """The model, its runtime, and its backend and devices."""
 
     model: ModelPath = None
     backend: BackendName = "numpy"
@@ -179,20 +179,22 @@ class Place:
 
     @property
     def chosen(self) -> Runtime:
-        """Raises NotSupportedError, or RequestError for options that are for our own models."""
-        found = runtime_for(self.path, self.runtime)
-        if found is Runtime.OWN:
-            return found
-        if self.backend not in ("numpy", found.backend):
+        """The chosen runtime. Raises NotSupportedError, and RequestError for options that need our own
+        models.
+        """
+        chosen_runtime = runtime_for(self.path, self.runtime)
+        if chosen_runtime is Runtime.OWN:
+            return chosen_runtime
+        if self.backend not in ("numpy", chosen_runtime.backend):
             raise RequestError(
-                f"--backend {self.backend}: {found.value} computes on {found.backend}; leave --backend out, "
-                f"or choose a model that --runtime own has"
+                f"--backend {self.backend}: {chosen_runtime.value} computes on "
+                f"{chosen_runtime.backend}; omit --backend, or choose a model that --runtime own supports"
             )
         if self.devices is not None:
             raise RequestError(
-                f"--devices {self.devices} is for --runtime own; this is a model of {found.value}"
+                f"--devices {self.devices} is for --runtime own; this is a model of {chosen_runtime.value}"
             )
-        return found
+        return chosen_runtime
 
     @property
     def backend_name(self) -> str:
@@ -217,7 +219,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Dtypes:
-    """What weights, and what keys and values, are held in."""
+    """The dtypes of weights, and of keys and values."""
 
     dtype: Annotated[
         Precision, typer.Option(help="The dtype of weights and activations.", case_sensitive=False)
@@ -239,14 +241,14 @@ class Dtypes:
 
     @property
     def cache(self) -> CacheDType:
-        """For ``Cache.init``."""
+        """The format for ``Cache.init``."""
         both = self.cache_dtype or self.weights.name
         return self.cache_type_k or both, self.cache_type_v or both
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the text is drawn."""
+    """The sampling options."""
 
     temperature: Annotated[
         float | None,
@@ -287,8 +289,8 @@ class Sampling:
     ] = None
 
     def settings(self, max_tokens: int, path: Path, stop: Sequence[str] | None = None) -> GenerationOptions:
-        """What is asked for, and for the rest what the model at ``path`` says of how to draw."""
+        """The requested settings, completed by the defaults of the model at ``path``."""
         names = ("temperature", "top_k", "top_p", "min_p")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        drawn = {**sampling_defaults(path), **given}
+        requested = {name: value for name in names if (value := getattr(self, name)) is not None}
+        drawn = {**sampling_defaults(path), **requested}
         return GenerationOptions(max_tokens, seed=self.seed, stop=tuple(stop or ()), **drawn)

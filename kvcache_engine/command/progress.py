@@ -1,4 +1,4 @@
-"""Bars on stderr for what takes a while before there is text: loading, restoring, evaluating prompts."""
+"""Progress bars on stderr for work before the first text: loading, restoring, evaluating prompts."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ __all__ = ["Bars", "bars_for", "bars_until_done", "draws"]
 
 
 def draws(stream: Any) -> bool:
-    """Whether lines there can be drawn anew: a terminal, and not a dumb one."""
+    """Whether lines can be redrawn: on a terminal that is not dumb."""
     return bool(stream.isatty()) and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def bars_for(quiet: bool, requests: int = 1) -> Bars:
-    """Bars where stderr is a terminal that they can be drawn on."""
+    """Bars if stderr is a terminal that can draw them."""
     shown = not quiet and draws(sys.stderr)
     return Bars(Console(stderr=True, highlight=False) if shown else None, requests)
 
 
 @contextlib.contextmanager
 def bars_until_done(quiet: bool) -> Iterator[Bars]:
-    """``bars_for``; whatever happens, the terminal is left as it was."""
+    """``bars_for`` as a context manager, which always restores the terminal."""
     bars = bars_for(quiet)
     try:
         yield bars
@@ -39,10 +39,9 @@ def bars_until_done(quiet: bool) -> Iterator[Bars]:
 
 
 class Bars:
-    """One bar at a time, on its last line of the terminal; it goes when its work is done. None: no bars.
-
-    The bar of prompts ends with the first token of an answer where there is one prompt, since the answer
-    is shown from then on; of several prompts it goes on, and counts those that are done.
+    """One bar at a time, on the last line of the terminal; it disappears when its work is done. None: no
+    bars. With one prompt, the bar of prompts ends with the first token of the answer, which is shown from
+    then on; with several, it continues and counts finished prompts.
     """
 
     def __init__(self, console: Console | None, requests: int = 1) -> None:
@@ -55,7 +54,7 @@ class Bars:
         self._finished = 0
 
     def show(self, what: str, done: int, total: int, counts: str) -> None:
-        """``done`` of ``total``, and how that reads; at the end the bar goes."""
+        """Show ``done`` of ``total`` with this text; the bar disappears at the end."""
         if self._console is None:
             return
         if done >= total:
@@ -68,7 +67,7 @@ class Bars:
         self._progress.update(self._task, completed=done, total=total, counts=counts)
 
     def wait(self, what: str) -> None:
-        """A bar without an end, for what cannot be counted."""
+        """Show a bar without a known end."""
         if self._console is not None and what != self._what:
             self._start(what, None)
 
@@ -77,22 +76,22 @@ class Bars:
         self.show("loading", done, total, f"{done}/{total} tensors")
 
     def reading(self, done: int, total: int) -> None:
-        """``done`` of ``total`` bytes of a file, which is checked when it is all there."""
+        """``done`` of ``total`` bytes of a file, which is checked after it is read."""
         if done < total:
             self.show("restoring", done, total, f"{bytes_text(done)} of {bytes_text(total)}")
         else:
             self.wait("checking")
 
     def checked(self, done: int, total: int) -> None:
-        """``done`` of ``total`` bytes of a store's entries were found whole, or not."""
+        """``done`` of ``total`` bytes of a store's entries have been checked."""
         self.show("checking", done, total, f"{bytes_text(done)} of {bytes_text(total)}")
 
     def restored(self, done: int, total: int) -> None:
-        """``done`` of the ``total`` tokens of a prefix are back in the cache."""
+        """``done`` of the ``total`` tokens of a prefix have been restored."""
         self.show("restoring", done, total, f"{done}/{total} tokens")
 
     def event(self, event: Event) -> None:
-        """Prompts and answers, as they come along."""
+        """Show the progress of prompts and answers."""
         if isinstance(event, Started):
             self._prompts[event.request] = event.reused, event.prompt_tokens
         elif isinstance(event, Prefilled):
@@ -115,7 +114,7 @@ class Bars:
             self.stop()
 
     def stop(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         if self._progress is not None:
             self._progress.stop()
         self._progress, self._task, self._what = None, None, ""

@@ -1,4 +1,4 @@
-"""Where prompts come from: the command line, files, and standard input."""
+"""Reading prompts from the command line, files, and standard input."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ from kvcache_engine.errors import RequestError
 __all__ = ["STDIN", "gathered", "text_or_stdin"]
 
 STDIN = "-"
-"""Names standard input, as a prompt or as a file."""
+"""The name of standard input, as a prompt or as a file."""
 
 
-def gathered(given: Sequence[str], files: Sequence[Path], lines: Sequence[Path]) -> list[str]:
-    """``given`` first, then each of ``files`` whole, then every line of ``lines`` that is not blank.
-
-    Lines end at line feeds, as for other commands: a form feed or U+2028 is part of a prompt.
-
-    Where nothing is named and standard input is no terminal, that is the prompt. Line ends at the end of
-    a file are no part of it. Empty where there is nothing at all. Raises RequestError for what cannot be
-    read, for standard input named twice, and for a file without text.
+def gathered(texts: Sequence[str], files: Sequence[Path], lines: Sequence[Path]) -> list[str]:
+    """``texts``, then each whole file of ``files``, then every non-blank line of ``lines``. Lines end at line
+    feeds, as for other commands: a form feed or U+2028 is part of a prompt. Without any of these, standard
+    input is the prompt unless it is a terminal. Trailing line ends of a file are removed. Empty if there is
+    no prompt. Raises RequestError for unreadable files, standard input named twice, and a file without text.
     """
-    named = [*given, *map(str, files), *map(str, lines)]
+    named = [*texts, *map(str, files), *map(str, lines)]
     if named.count(STDIN) > 1:
         raise RequestError("prompt: '-' is given more than once, but standard input can be read only once")
     if not named:
@@ -31,15 +28,15 @@ def gathered(given: Sequence[str], files: Sequence[Path], lines: Sequence[Path])
             return []
         text = _read(STDIN)
         return [text] if text.strip() else []
-    found = [text_or_stdin(text) for text in given]
-    found += [_read_some(path) for path in files]
+    prompts = [text_or_stdin(text) for text in texts]
+    prompts += [_read_some(path) for path in files]
     for path in lines:
-        found += [line for line in _read_some(path).split("\n") if line.strip()]
-    return found
+        prompts += [line for line in _read_some(path).split("\n") if line.strip()]
+    return prompts
 
 
 def text_or_stdin(text: str) -> str:
-    """The text itself; for "-" what standard input holds."""
+    """The text itself; for "-" the text of standard input."""
     return _read_some(Path(STDIN)) if text == STDIN else text
 
 
@@ -60,7 +57,7 @@ def _read(name: str) -> str:
         raise RequestError(f"prompt: {_name(name)} is not UTF-8 text ({error.reason})") from error
     except OSError as error:
         raise RequestError(f"prompt: {name}: cannot be read ({error.strerror or error})") from error
-    return text.removeprefix("\ufeff").rstrip("\r\n")  # a byte order mark says how to read, not what
+    return text.removeprefix("\ufeff").rstrip("\r\n")  # a byte order mark is not text
 
 
 def _name(name: str) -> str:

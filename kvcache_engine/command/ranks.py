@@ -1,7 +1,6 @@
-"""``kvcache generate --tensor-parallel N``: starting the ranks, and what each of them does.
-
-A rank is a process of its own that runs ``main``. Under torchrun or mlx.launch that a user has started, each
-rank runs ``kvcache generate --tensor-parallel N`` itself, which then starts none.
+"""``kvcache generate --tensor-parallel N``: starting the ranks, and the work of each rank. A rank is a
+separate process that runs ``main``. Under torchrun or mlx.launch started by the user, each rank runs
+``kvcache generate --tensor-parallel N`` itself, which then starts no processes.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ __all__ = ["Job", "main", "run"]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What ``kvcache generate`` was asked for; pickled, so that other processes of ours can do it."""
+    """The arguments of ``kvcache generate``, pickled for the ranks' processes."""
 
     model: Path
     backend: str
@@ -56,28 +55,28 @@ class Job:
 
 
 def run(job: Job, config: ModelConfig) -> None:
-    """Start the ranks and wait for them; or be one, where a launcher has started this process as that."""
+    """Start the ranks and wait for them, or run as a rank if a launcher started this process."""
     family_of(config).check_ranks(config, job.ranks)
     if launched() is not None:
         _work(job, lambda _: 1)
         return
     registry = ml.plugins.registry()
-    spec = registry.specs().get(job.backend) or registry.usable(job.backend)  # unknown: told what there is
+    spec = registry.specs().get(job.backend) or registry.usable(job.backend)  # raises
     if spec.launcher is None:
         raise no_engine(spec.name)
     command = [sys.executable, "-P", "-c", "from kvcache_engine.command.ranks import main; main()"]
     try:
         run_ranks(spec.launcher(job.ranks), command, job.ranks, pickle.dumps(job), job.timeout)
     except RanksError as error:
-        gc.freeze()  # the interpreter's end looks at no object then: it is part of the timeout
+        gc.freeze()  # shortens the interpreter's exit, which is part of the timeout
         if job.debug:
-            for rank, told in enumerate(error.told):
-                typer.echo("".join(f"[{rank}] {line}\n" for line in told.splitlines()), err=True, nl=False)
+            for rank, stderr in enumerate(error.told):
+                typer.echo("".join(f"[{rank}] {line}\n" for line in stderr.splitlines()), err=True, nl=False)
         raise
 
 
 def main() -> NoReturn:
-    """A rank that ``run`` has started. Ctrl-C is for the process that did, which asks us by SIGTERM."""
+    """The entry point of a rank started by ``run``. Its starter handles Ctrl-C, and sends SIGTERM."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     code = 0
@@ -96,9 +95,8 @@ def main() -> NoReturn:
 
 
 def _work(job: Job, lost: Callable[[ml.GroupError], int]) -> None:
-    """One rank's part. Where it fails for want of another, the process ends with ``lost`` of the error.
-
-    The backend is not closed then: what it still waits for might never come.
+    """One rank's work. If it fails because of another rank, the process exits with ``lost(error)``.
+    The backend is then not closed, since that might wait forever.
     """
     with ml.open_backend(job.backend, **device_options(_device(job))) as backend:
         try:
@@ -111,7 +109,7 @@ def _work(job: Job, lost: Callable[[ml.GroupError], int]) -> None:
 
 
 def _as_rank(job: Job, backend: ml.Backend) -> None:
-    """Join the others and generate with them. Rank 0 shows what comes."""
+    """Join the group and generate with it. Rank 0 shows the output."""
     group = join(backend, job.ranks, Limits(job.timeout).waiting)
     settings = job.settings
     if settings.temperature > 0 and settings.seed is None:
@@ -124,7 +122,7 @@ def _as_rank(job: Job, backend: ml.Backend) -> None:
 
 
 def _device(job: Job) -> str | None:
-    """What was asked for; where that is any CUDA device, this rank's own."""
+    """The requested device; for "cuda", this rank's own device."""
     if job.device not in (None, "cuda") or job.backend not in (specs := ml.plugins.registry().specs()):
         return job.device
     rank, size = launched() or (0, 1)

@@ -1,4 +1,4 @@
-"""How errors, warnings and Ctrl-C are told on stderr, and what the command exits with then."""
+"""Reporting of errors, warnings and Ctrl-C on stderr, and the exit codes."""
 
 from __future__ import annotations
 
@@ -44,11 +44,13 @@ def reported(debug: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _warnings_told(debug: bool) -> Iterator[None]:
-    """What the library logs from warnings on, a line each on stderr; with its trace for ``debug``."""
+    """Print the library's log from level WARNING on, one line each on stderr, with tracebacks for
+    ``debug``.
+    """
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            with contextlib.suppress(OSError, ValueError):  # there may be no stderr any more
+            with contextlib.suppress(OSError, ValueError):  # stderr may be closed
                 typer.echo(f"kvcache: {one_line(record.getMessage())}", err=True)
                 if debug and record.exc_info:
                     traceback.print_exception(record.exc_info[1])

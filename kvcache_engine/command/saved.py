@@ -142,9 +142,8 @@ def load(
 
 @contextmanager
 def opened(place: Place, dtype: ml.DType, screen: Screen, head: Mapping[str, Any]) -> Iterator[Any]:
-    """The model in its place. Whatever happens, the screen is put back.
-
-    Ctrl-C says what came of the file: ``head`` has "saved" once it is written.
+    """The model, on its backend. The screen is always restored. After Ctrl-C, reports whether the file was
+    written: ``head`` then contains "saved".
     """
     try:
         with place.loaded(dtype, screen.loading) as model:
@@ -159,13 +158,13 @@ def opened(place: Place, dtype: ml.DType, screen: Screen, head: Mapping[str, Any
 
 
 def options_for(config: ModelSizes, needed: int, dtype: CacheDType) -> EngineOptions:
-    """One conversation of so many tokens, or of what the model takes."""
+    """Options for one conversation with this many tokens, or with the model's maximum."""
     capacity = min(config.max_positions, needed)
     return EngineOptions(max_sequences=1, capacity=capacity, cache_dtype=dtype)
 
 
 def answered(engine: Engine, tokens: Sequence[int], settings: GenerationOptions, screen: Screen) -> Finished:
-    """The answer to a prompt, shown as it comes."""
+    """The answer to a prompt, shown as it is generated."""
     engine.submit(tokens, settings)
     answer: Finished | None = None
     while engine.busy:

@@ -1,6 +1,5 @@
-"""What the command shows while it generates: a live screen on a terminal, else plain text.
-
-Text goes to stdout, bars to stderr. with ``quiet`` there is nothing but the text.
+"""The output during generation: a live screen on a terminal, else plain text. Text goes to stdout, bars to
+stderr. With ``quiet``, only the text is shown.
 """
 
 from __future__ import annotations
@@ -29,29 +28,28 @@ __all__ = ["JsonScreen", "LiveScreen", "PlainScreen", "Screen", "Totals", "scree
 
 
 _TABLE_WIDTH = 40
-"""Columns that the summary's table needs; in fewer, its rows are lines, which any terminal wraps."""
+"""The columns that the summary's table needs; on narrower terminals, its rows are plain lines."""
 
 
 class Screen:
-    """Where a generation is shown; this one shows nothing, as those of the other ranks of a model.
-
-    ``stop`` is called in any case, ``finish`` only when it went well.
+    """The output of a generation. This base class shows nothing; it is used for ranks other than 0. ``stop``
+    is always called, ``finish`` only after success.
     """
 
     def loading(self, done: int, total: int) -> None:
         """``done`` of ``total`` tensors of the model are loaded."""
 
     def event(self, event: Event) -> None:
-        """What happened next."""
+        """Show the next event."""
 
     def stop(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
 
     def abandon(self, totals: Statistics, cache_bytes: int) -> None:
-        """It ends before its time: show what there is of answers that were not shown yet."""
+        """After an early end, show the generated parts of answers not shown yet."""
 
     def finish(self, totals: Statistics, cache_bytes: int, drafts: Speculation | None = None) -> None:
-        """Show the answers that were not shown yet, and the summary; with ``drafts`` what they were worth."""
+        """Show the answers not shown yet, and the summary, with statistics of ``drafts``."""
 
 
 def summary_rows(
@@ -112,7 +110,7 @@ class Totals:
 
 
 class _TextScreen(Screen):
-    """What plain and live screens have in common: bars, answers that are shown as wholes, the summary."""
+    """Shared by plain and live screens: bars, complete answers, the summary."""
 
     def __init__(self, prompts: Sequence[str], bars: Bars | None, quiet: bool) -> None:
         self._prompts = prompts
@@ -138,7 +136,9 @@ class _TextScreen(Screen):
 
 
 class PlainScreen(_TextScreen):
-    """No terminal: the text of one prompt as it comes, of several as whole blocks; then the summary."""
+    """Without a terminal: the text of one prompt as it arrives, of several in complete blocks; then the
+    summary.
+    """
 
     def __init__(self, prompts: Sequence[str], bars: Bars | None = None, quiet: bool = False) -> None:
         super().__init__(prompts, bars, quiet)
@@ -177,7 +177,7 @@ class PlainScreen(_TextScreen):
 
 
 class JsonScreen(Screen):
-    """One JSON object at the end, and nothing before."""
+    """Only one JSON object, at the end."""
 
     def __init__(self, prompts: Sequence[str], head: dict[str, Any]) -> None:
         self._answers = Answers(prompts)
@@ -198,10 +198,9 @@ class JsonScreen(Screen):
 
 
 class LiveScreen(_TextScreen):
-    """A terminal: bars until there is text, then the text above a progress line that follows it.
-
-    Whole lines are printed above the live part, which holds the line being written and the progress
-    line: so a long text scrolls as any other output does.
+    """On a terminal: bars until there is text, then the text above a progress line. Complete lines are
+    printed above the live part, which consists of the current line and the progress line, so a long text
+    scrolls normally.
     """
 
     def __init__(
@@ -211,7 +210,7 @@ class LiveScreen(_TextScreen):
         self._console = console
         self._totals = Totals()
         self._whole: list[str] = []
-        """Lines of the prompt: shown with the first token, above which the bars were."""
+        """Lines of the prompt, shown with the first token, when the bars have gone."""
         self._line = ""
         self._live: Live | None = None
 
@@ -238,7 +237,7 @@ class LiveScreen(_TextScreen):
         line = "" if self._quiet else self._totals.line(len(self._prompts))
         status = Text(line, style="dim", no_wrap=True, overflow="ellipsis")
         self._live.update(Group(Text(self._line), status) if self._line else status)
-        self._print_whole()  # after the update, which the next refresh shows below them
+        self._print_whole()  # after the update, so that the next refresh draws it below them
 
     def _print_whole(self) -> None:
         whole, self._whole = self._whole, []
@@ -268,17 +267,17 @@ class LiveScreen(_TextScreen):
 
     def _show(self, answers: Iterable[Answer]) -> None:
         for answer in answers:
-            found = answer.so_far
+            text = answer.so_far
             end = "" if answer.finished else f"\n{stopped(answer)}"
-            body = Text.assemble((answer.prompt, "bold"), found.text, (end, "dim"))
-            title = f"{answer.number + 1} · reused {found.reused} · computed {found.computed}"
+            body = Text.assemble((answer.prompt, "bold"), text.text, (end, "dim"))
+            title = f"{answer.number + 1} · reused {text.reused} · computed {text.computed}"
             self._console.print(Panel(body, title=title, title_align="left"))
 
     def _text(self, text: str) -> list[str]:
-        """The lines that ``text`` makes whole; what is left over goes on being the live line."""
+        """Print the lines that ``text`` completes; the rest stays the live line."""
         *whole, line = (self._line + text).split("\n")
-        width = max(2, self._console.width)  # of each line at least one character is cut off
-        while len(line) >= width:  # rich would wrap it: print what is full, and keep the rest live
+        width = max(2, self._console.width)  # at least one character per line is taken
+        while len(line) >= width:  # rich would wrap it: print full lines, and keep the rest live
             cut = line.rfind(" ", 0, width)
             cut = cut if cut > 0 else width - 1
             whole.append(line[:cut])
@@ -288,7 +287,7 @@ class LiveScreen(_TextScreen):
 
 
 def screen_for(prompts: Sequence[str], as_json: bool, head: dict[str, Any], quiet: bool = False) -> Screen:
-    """A live screen where stdout is a terminal that can be drawn on; else plain text, or one JSON object."""
+    """A live screen if stdout is a terminal that supports it; else plain text, or one JSON object."""
     if as_json:
         return JsonScreen(prompts, head)
     bars = bars_for(quiet, len(prompts))

@@ -45,7 +45,7 @@ def _above_zero(value: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the server listens, and what clients call the model."""
+    """The server's address, and the model's name for clients."""
 
     host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0: all addresses.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="The port to listen on; 0: a free one.", min=0, max=65535)] = 8000
@@ -70,7 +70,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What the cache has room for."""
+    """The size of the cache."""
 
     max_sequences: Annotated[int, typer.Option(help="Requests that run at the same time.", min=1)] = 8
     capacity: Annotated[
@@ -120,7 +120,7 @@ class Room:
     ] = None
 
     def engine_options(self, dtypes: Dtypes) -> EngineOptions:
-        """Raises InvalidRangeError for sizes that are none."""
+        """The engine's options. Raises InvalidRangeError for invalid sizes."""
         sizes = self.max_sequences, self.capacity, self.prefill_chunk, dtypes.cache
         device, _, host = (self.tenant_budget or "").partition("/")
         if self.tenant_budget and ("/" in host or not (device or host)):
@@ -142,7 +142,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """What a router is told of prefixes that are kept."""
+    """The KV events published for routers."""
 
     kv_events: Annotated[
         str | None, typer.Option(help="Publish KV events over ZeroMQ here, as vLLM does: tcp://*:5557.")
@@ -154,7 +154,9 @@ class Events:
 
     @contextlib.contextmanager
     def published(self, engine: Engine) -> Iterator[None]:
-        """NotSupportedError without the packages, InvalidRangeError for an address that cannot be used."""
+        """The publisher. Raises NotSupportedError without the packages, InvalidRangeError for an unusable
+        address.
+        """
         if self.kv_events is None:
             yield
             return
@@ -179,7 +181,7 @@ class Events:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the server takes on, and tells."""
+    """The limits of the server, and what it reports."""
 
     max_waiting: Annotated[
         int, typer.Option(help="Requests that may wait for a sequence; further ones get 429.", min=0)
@@ -246,7 +248,7 @@ def serve(
         path = place.path
         name = _name(address.name, place.model, path)
         if place.chosen is Runtime.OWN:
-            load_config(path)  # what is wrong with it is told before anything is opened
+            load_config(path)  # reports its errors before anything is opened
         options = server.ServeOptions(
             address.host,
             address.port,
@@ -272,30 +274,29 @@ def serve(
 
 
 def _watching(worker: Worker) -> AbstractContextManager[None]:
-    from kvcache_engine.command.live import watching  # it needs what a server needs
+    from kvcache_engine.command.live import watching  # it needs the server's packages
 
     return watching(worker, Console(highlight=False))
 
 
-def _name(given: str | None, model: Path | None, path: Path) -> str:
-    """What --name says, else OWNER/NAME of the Hub as it was given, else the name of the folder or file.
-
-    Raises RequestError for one that cannot be sent.
+def _name(requested: str | None, model: Path | None, path: Path) -> str:
+    """The value of --name, else OWNER/NAME on the Hub, else the name of the folder or file. Raises
+    RequestError for a name that is not valid UTF-8.
     """
     on_hub = model is not None and not model.expanduser().exists()
-    name = given or (str(model) if on_hub else path.resolve().name)
+    name = requested or (str(model) if on_hub else path.resolve().name)
     try:
         name.encode()
     except UnicodeEncodeError:
         raise RequestError(
-            f"serve: the model's name is {name!r}; it must be text that UTF-8 takes; give one with --name"
+            f"serve: the model's name is {name!r}; it must be valid UTF-8 text; set one with --name"
         ) from None
     return name
 
 
 @contextlib.contextmanager
 def _opened(place: Place, dtypes: Dtypes, room: Room, events: Events, drafting: Drafting) -> Iterator[Engine]:
-    """Backend, model and engine, in the thread that uses them."""
+    """Open backend, model and engine in the thread that uses them."""
     path = place.path
     host = HostTier(parse_bytes(room.host_memory, "--host-memory"))
     tiers: list[Tier] = [host, *map(named_store, room.store or ())]

@@ -1,4 +1,4 @@
-"""The group of commands: their order, and wrong usage told in one line."""
+"""The group of commands: their order, and one-line errors for wrong usage."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvcache_engine.command.reporting import one_line
 __all__ = ["CommandGroup"]
 
 ORDER = ("generate", "chat", "serve", "save", "load", "inspect", "backends", "conformance", "bench")
-"""Of the list that ``kvcache --help`` shows; others follow."""
+"""The order of commands in ``kvcache --help``; others follow."""
 TEXTS = {"prompt", "stop", "kv_events_topic"}
-"""Options that may be empty, or that say more about it themselves."""
+"""Options that may be empty, or that have their own error message."""
 USAGE_ERROR: type[Any] = typer.BadParameter.__mro__[2]
-"""What is raised for any wrong usage, click's ClickException: typer exports its subclasses alone."""
+"""click's ClickException, the base of all usage errors; typer exports only its subclasses."""
 
 
 class CommandGroup(TyperGroup):
-    """As typer's, but what is wrong with a command line is one line on stderr, and exit code 2."""
+    """typer's group, with usage errors as one line on stderr and exit code 2."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         names = super().list_commands(ctx)
@@ -62,25 +62,25 @@ class CommandGroup(TyperGroup):
             return super().main(*words, **extra)
         try:
             code = super().main(*words, **extra)
-        except typer.Abort:  # Ctrl-C where neither of the two above was in charge
+        except typer.Abort:  # Ctrl-C outside of the two handlers above
             typer.echo("kvcache: interrupted", err=True)
             sys.exit(INTERRUPTED)
         except USAGE_ERROR as error:
-            if type(error).__name__ == "NoArgsIsHelpError":  # of ``kvcache`` alone: all of its help
+            if type(error).__name__ == "NoArgsIsHelpError":  # ``kvcache`` without arguments: the full help
                 error.show()
             else:
-                given = sys.argv[1:] if args is None else args
-                typer.echo(_usage_line(error, self._command(error, given), given), err=True)
+                arguments = sys.argv[1:] if args is None else args
+                typer.echo(_usage_line(error, self._command(error, arguments), arguments), err=True)
             sys.exit(error.exit_code)
         except BrokenPipeError:
             raise
-        except OSError as error:  # of --help or --version, say, where the device is full
+        except OSError as error:  # for example --help to a full device
             typer.echo(f"kvcache: the output cannot be written ({error.strerror or error})", err=True)
             sys.exit(1)
         sys.exit(code if isinstance(code, int) else 0)
 
     def _command(self, error: Any, args: Sequence[str]) -> str:
-        """'kvcache generate', which an error in the midst of its options does not know."""
+        """The command's path, such as 'kvcache generate', which an error in its options does not contain."""
         context = getattr(error, "ctx", None)
         if context is not None:
             return str(context.command_path)
@@ -90,7 +90,7 @@ class CommandGroup(TyperGroup):
 
 @contextlib.contextmanager
 def _interruption_told() -> Iterator[None]:
-    """Ctrl-C before a command has begun, or after it, which typer would end without a word."""
+    """Report Ctrl-C before or after a command, which typer would ignore silently."""
     try:
         yield
     except KeyboardInterrupt:
@@ -115,8 +115,8 @@ def _wrong_value(error: Any, param: Any, args: Sequence[str]) -> str:
     text = one_line(error.message).removeprefix("Value error, ").rstrip(".")
     if param is None:
         return _begun_small(text)
-    for found, wanted in _WANTED:
-        text = found.sub(wanted, text)
+    for message, wanted in _WANTED:
+        text = message.sub(wanted, text)
     value = _given(error, args)
     return f"{_name(param)}{'' if value is None else f' is {value!r}'}; it must be {text}"
 
@@ -132,11 +132,11 @@ _WANTED = [
         "^Input should be ": "",
     }.items()
 ]
-"""What is wrong with a value, as typer tells it, and what it should have been."""
+"""typer's messages for wrong values, and our descriptions of valid ones."""
 
 
 def _name(param: Any) -> str:
-    """As it is typed: --max-tokens, or FILE."""
+    """The name as typed: --max-tokens, or FILE."""
     return max(param.opts, key=len) if param.param_type_name == "option" else str(param.name).upper()
 
 
@@ -145,17 +145,17 @@ def _begun_small(text: str) -> str:
 
 
 def _given(error: Any, args: Sequence[str]) -> str | None:
-    """The last value of the option that is wrong, which typer does not always name; None: there is none."""
+    """The last value of the wrong option, which typer does not always include; None if there is none."""
     return next(reversed(_values(getattr(error, "param", None), args)), None)
 
 
 def _values(param: Any, args: Sequence[str]) -> list[str | None]:
-    """What is given for an option, as it is typed."""
-    found: list[str | None] = []
+    """The values of an option, as typed."""
+    values: list[str | None] = []
     for option in getattr(param, "opts", ()):
         for word, after in zip(args, [*args, None][1:], strict=True):
             if word == option:
-                found.append(after)
+                values.append(after)
             elif word.startswith(f"{option}="):
-                found.append(word.removeprefix(f"{option}="))
-    return found
+                values.append(word.removeprefix(f"{option}="))
+    return values

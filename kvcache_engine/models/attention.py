@@ -19,9 +19,9 @@ __all__ = ["Attention", "attention_shapes", "load_attention", "merge_heads", "qk
 class Attention:
     """Grouped-query attention; queries, keys and values are one product.
 
-    ``qkv``: hidden_size -> (heads + 2 kv_heads) * head_dim, and with ``gated`` another heads * head_dim, by
-    whose sigmoid the result is multiplied (Qwen3-Next). ``qk_norm`` (heads + kv_heads, head_dim): the weights
-    of an RMS norm per head before the rotation. ``rotation`` is the name of a rotation of the step.
+    ``qkv``: hidden_size -> (heads + 2 kv_heads) * head_dim, and with ``gated`` another heads * head_dim,
+    whose sigmoid multiplies the result (Qwen3-Next). ``qk_norm`` (heads + kv_heads, head_dim): the weights of
+    an RMS norm per head before the rotation. ``rotation`` names a rotation of the step.
     """
 
     qkv: Linear
@@ -61,7 +61,7 @@ def merge_heads(ctx: ml.Context, attended: ml.Tensor) -> ml.Tensor:
     tokens, heads, head_dim = attended.shape
     try:
         return attended.reshape(ctx, tokens, heads * head_dim)
-    except ml.ShapeError:  # kernels that work head by head return a permuted view
+    except ml.ShapeError:  # kernels that work per head return a permuted view
         return attended.contiguous(ctx).reshape(ctx, tokens, heads * head_dim)
 
 

@@ -2,8 +2,8 @@
 
 A layer has two parts, so that the last layer need not compute unused rows::
 
-    mix    reads other tokens, by way of the cache: attention, a recurrence
-    feed   works on every token alone: an MLP, a mixture of experts
+    mix reads other tokens, through the cache: attention, a recurrence
+    feed processes each token separately: an MLP, a mixture of experts
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Follower(Protocol):
 
 
 def causal_cache(config: ModelConfig, dtype: ml.DType | None = None) -> CausalCache:
-    """Of any ``dtype`` alike."""
+    """A CausalCache; it does not depend on ``dtype``."""
     return CausalCache(nn.rope_shift(config.rope))
 
 
@@ -119,7 +119,7 @@ class CausalModel(Generic[C]):
             self._load_more(load, here)
 
     def make_cache(self) -> Cache:
-        """A cache for this model's layers, still to be bound by ``init``."""
+        """A cache for this model's layers, not yet bound by ``init``."""
         return self.cache_of(self.config, self.dtype)
 
     @classmethod
@@ -153,11 +153,11 @@ class CausalModel(Generic[C]):
         return mlp_shapes("mlp", config.hidden_size, config.intermediate_size, config.mlp_bias)
 
     def mixer(self, load: Loader, ctx: ml.Context, prefix: str, i: int) -> Mixer:
-        """That of layer i, of the tensors below ``prefix``."""
+        """The part of layer i, from the tensors under ``prefix``."""
         return load_attention(load, ctx, f"{prefix}.self_attn", self.config)
 
     def mlp(self, load: Loader, ctx: ml.Context, prefix: str, i: int) -> MLP:
-        """That of layer i, of the tensors below ``prefix``."""
+        """The part of layer i, from the tensors under ``prefix``."""
         return load_mlp(load, ctx, f"{prefix}.mlp")
 
     def begin_pass(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
@@ -195,7 +195,7 @@ class CausalModel(Generic[C]):
         self.share.check_step(ctx, batch)
         try:
             return self._forward(ctx, batch, cache)
-        except BaseException as error:  # the others are in the middle of the pass
+        except BaseException as error:  # the other ranks are in the middle of the pass
             self.share.group.abandon("forward", error)
             raise
 

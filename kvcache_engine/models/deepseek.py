@@ -4,10 +4,10 @@ DeepSeek-AI, "DeepSeek-V2", 2024 (arXiv 2405.04434), and "DeepSeek-V3 Technical 
 2412.19437), "DeepSeek-V3.2", 2025; transformers' modeling_deepseek_v2.py, _v3.py and _v32.py::
 
     hidden += latent_attention(norm(hidden))     one KV head of rank + rope_dim numbers is stored
-                                                 V3.2: to the tokens that an indexer chooses
+                                                 V3.2: to the tokens that an indexer selects
     hidden += mlp(norm(hidden))                  dense in the first layers, then experts and shared ones
 
-The layer that predicts further tokens (num_nextn_predict_layers) is read with ``with_mtp`` (mtp.py).
+The layer for multi-token prediction (num_nextn_predict_layers) is loaded by ``with_mtp`` (mtp.py).
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ class DeepSeekConfig(MoEConfig):
 
     @property
     def stored(self) -> LayerShape:
-        """Latents, which are also the values, with their rotated numbers, and the keys of an indexer."""
+        """Latents, which are also the values, with their rotated part, and the keys of an indexer."""
         extra = () if self.index is None else (self.index.stored,)
         return LayerShape((1, self.latent.stored), (1, self.latent.rank), True, extra)
 
     @property
     def index_rope(self) -> nn.RopeSpec:
-        """The rotation of an indexer's queries and keys: by halves."""
+        """The rotation of an indexer's queries and keys, which pairs halves."""
         return replace(self.rope, interleaved=False)
 
     @property
     def scale(self) -> float:
-        """The scale of scores; it grows with the context length of YaRN."""
+        """The scale of scores, which grows with YaRN's context length."""
         scaling, scale = self.rope.scaling, self.latent.query_dim**-0.5
         if isinstance(scaling, nn.YarnScaling) and scaling.mscale_all_dim:
             scale *= scaling.magnitude(scaling.mscale_all_dim) ** 2
@@ -98,15 +98,17 @@ def parse_v32(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> DeepSeek
     rank, rope_dim = config.latent.query_rank, config.latent.rope_dim
     if rank is None or min(index.heads, index.top_k) < 1 or index.dim < rope_dim:
         raise ModelError(
-            f"an indexer of {index.heads} heads of {index.dim} numbers that chooses {index.top_k} tokens, "
+            f"an indexer with {index.heads} heads of {index.dim} numbers that selects {index.top_k} tokens, "
             f"q_lora_rank={rank}, qk_rope_head_dim={rope_dim}; it needs a q_lora_rank, and heads at least as "
-            "wide as what is rotated"
+            "wide as the rotated part"
         )
     kinds = raw.get("mlp_layer_types")
     if kinds is None:
         return config
     if len(kinds) != config.layers or not {*kinds} <= {"dense", "sparse"}:
-        raise ModelError(f"mlp_layer_types={kinds!r:.60}; they are 'dense' or 'sparse', one for each layer")
+        raise ModelError(
+            f"mlp_layer_types={kinds!r:.60}; they must be 'dense' or 'sparse', one for each layer"
+        )
     return replace(config, sparse=tuple(kind == "sparse" for kind in kinds))
 
 
@@ -146,7 +148,7 @@ def _parse(
 
 
 def make_cache(config: DeepSeekConfig, dtype: ml.DType | None = None) -> CausalCache:
-    """Of any ``dtype`` alike."""
+    """An unbound cache; it does not depend on ``dtype``."""
     shift_extra = None if config.index is None else index_shift(config.index_rope)
     return CausalCache(nn.rope_shift(config.rope, config.latent.rank), shift_extra=shift_extra)
 
@@ -157,10 +159,10 @@ class DeepSeek(MoE[DeepSeekConfig]):
     @classmethod
     def mixer_shapes(cls, config: Any, i: int) -> dict[str, Shape]:
         hidden, latent = config.hidden_size, config.latent
-        found = latent_shapes("self_attn", hidden, latent)
+        shapes = latent_shapes("self_attn", hidden, latent)
         if config.index is not None:
-            found |= index_shapes("self_attn.indexer", hidden, latent.query_rank, config.index)
-        return found
+            shapes |= index_shapes("self_attn.indexer", hidden, latent.query_rank, config.index)
+        return shapes
 
     def begin_pass(self, ctx: ml.Context, batch: Batch, cache: Cache) -> Step:
         step = super().begin_pass(ctx, batch, cache)

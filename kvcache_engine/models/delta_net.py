@@ -1,7 +1,7 @@
 """A gated delta net layer: projections, a short convolution, the delta rule, a gated norm.
 
-transformers' Qwen3NextGatedDeltaNet and Qwen3_5GatedDeltaNet. The convolution's last inputs and the
-delta rule's matrices are the states that a RecurrentCache keeps per sequence.
+transformers' Qwen3NextGatedDeltaNet and Qwen3_5GatedDeltaNet. Its states, which a RecurrentCache keeps per
+sequence, are the convolution's last inputs and the delta rule's matrices.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ __all__ = ["DeltaNet", "DeltaSizes", "delta_shapes", "load_delta_net"]
 
 @dataclass(frozen=True, slots=True)
 class DeltaSizes:
-    """Heads, and the size of a key and a value of one head; ``kernel`` is the convolution's length."""
+    """The numbers of heads, and the size of a key and a value per head; ``kernel`` is the convolution's
+    length.
+    """
 
     key_heads: int
     value_heads: int
@@ -70,7 +72,7 @@ class DeltaNet:
     output: Linear
 
     def __call__(self, ctx: ml.Context, x: ml.Tensor, step: Step) -> ml.Tensor:
-        """x (tokens, hidden) -> the same; the states of the pass move on in the cache."""
+        """x (tokens, hidden) -> the same shape; the states of the pass advance in the cache."""
         sizes, tokens = self.sizes, x.shape[0]
         joined = self.projection(ctx, x)
         start, stop = sizes.channels, sizes.channels + sizes.values
@@ -83,7 +85,7 @@ class DeltaNet:
         return self.output(ctx, heads.mul(ctx, gate.silu(ctx)))
 
     def _rates(self, ctx: ml.Context, ba: ml.Tensor) -> tuple[ml.Tensor, ml.Tensor]:
-        """beta and g, F32 (tokens, value_heads), of b and a side by side."""
+        """beta and g, F32 (tokens, value_heads), from b and a, concatenated."""
         heads = self.sizes.value_heads
         ba = ba.cast(ctx, DType.F32)
         time = nn.softplus(ctx, ba.slice(ctx, 1, heads, 2 * heads).add(ctx, self.time_bias))
@@ -92,7 +94,7 @@ class DeltaNet:
     def _run(
         self, ctx: ml.Context, run: Runs, inputs: tuple[ml.Tensor, ml.Tensor, ml.Tensor], step: Step
     ) -> ml.Tensor:
-        """(sequences * length, values) of one run of sequences."""
+        """The output (sequences * length, values) for one run of sequences."""
         sizes, cache = self.sizes, step.cache
         mixed, write, fade = (run.gather(ctx, x) for x in inputs)
         mixed = convolve(ctx, run, mixed, cache, self.index, self.kernel).silu(ctx)
@@ -116,10 +118,10 @@ def delta_shapes(prefix: str, hidden: int, sizes: DeltaSizes, split: bool) -> di
         rows = {"qkv": 2 * keys + values, "z": values, "b": heads, "a": heads}
     else:
         rows = {"qkvz": 2 * keys + 2 * values, "ba": 2 * heads}
-    found: dict[str, tuple[int, ...]] = {
+    shapes: dict[str, tuple[int, ...]] = {
         f"{prefix}.in_proj_{name}.weight": (count, hidden) for name, count in rows.items()
     }
-    return found | {
+    return shapes | {
         f"{prefix}.conv1d.weight": (sizes.channels, 1, sizes.kernel),
         f"{prefix}.A_log": (heads,),
         f"{prefix}.dt_bias": (heads,),
@@ -131,7 +133,7 @@ def delta_shapes(prefix: str, hidden: int, sizes: DeltaSizes, split: bool) -> di
 def load_delta_net(
     load: Loader, ctx: ml.Context, prefix: str, index: int, sizes: DeltaSizes, split: bool, eps: float
 ) -> DeltaNet:
-    """Load it from the tensors under ``prefix``, for layer ``index``; ``split`` as in Qwen3NextConfig."""
+    """Load layer ``index`` from the tensors under ``prefix``; ``split`` as in Qwen3NextConfig."""
     names = ("qkv", "z", "b", "a") if split else ("qkvz", "ba")
     stored = [load.take(f"{prefix}.in_proj_{name}.weight") for name in names]
     kernel = load.take(f"{prefix}.conv1d.weight")[:, 0].T
@@ -150,7 +152,7 @@ def load_delta_net(
 
 
 def _by_kind(stored: list[np.ndarray], sizes: DeltaSizes) -> list[np.ndarray]:
-    """Rows stored by key head (its q, k, v and z; its b and a) as all of q, of k, of v, of z, b, a."""
+    """Reorder rows stored by key head (its q, k, v and z; its b and a) to all of q, k, v, z, b and a."""
     qkvz, ba = stored
     groups, hidden = sizes.value_heads // sizes.key_heads, qkvz.shape[1]
     ends = np.cumsum([sizes.key_dim, sizes.key_dim, groups * sizes.value_dim])

@@ -1,4 +1,4 @@
-"""Gated MLPs, and mixtures of them: routers, experts, and the tensors that hold them."""
+"""Gated MLPs and mixtures of experts: routers, experts, and their tensors."""
 
 from __future__ import annotations
 
@@ -158,8 +158,8 @@ class GroupLimited:
         hits = kept.compare(ctx, "==", ctx.arange(0, self.groups, 1, ml.DType.I32))
         shown = hits.cast(ctx, ml.DType.F32).sum(ctx, 1).compare(ctx, ">", ctx.zeros((1,), ml.DType.F32))
         other = ctx.full((1,), left_out, ml.DType.F32)
-        found = shown.reshape(ctx, tokens, self.groups, 1).where(ctx, members, other)
-        return found.reshape(ctx, tokens, experts)
+        masked = shown.reshape(ctx, tokens, self.groups, 1).where(ctx, members, other)
+        return masked.reshape(ctx, tokens, experts)
 
 
 def group_routing(raw: Mapping[str, Any], corrected: bool = True) -> GroupLimited:
@@ -169,15 +169,15 @@ def group_routing(raw: Mapping[str, Any], corrected: bool = True) -> GroupLimite
     experts, chosen = raw["n_routed_experts"], raw["num_experts_per_tok"]
     if experts % groups or not 1 <= kept <= groups or chosen > kept * (experts // groups):
         raise ModelError(
-            f"{chosen} of {experts} experts within {kept} of {groups} groups; groups are of one size, and "
-            "those that are kept must contain at least the experts that are chosen"
+            f"{chosen} of {experts} experts within {kept} of {groups} groups; groups must have equal sizes, "
+            "and the kept ones must have at least as many experts as are chosen"
         )
     scale, normalize = float(raw["routed_scaling_factor"]), bool(raw["norm_topk_prob"])
     return GroupLimited(groups, kept, scale, normalize, corrected)
 
 
 def _picked(ctx: ml.Context, scores: ml.Tensor, chosen: ml.Tensor) -> ml.Tensor:
-    """scores (tokens, experts) of chosen I32 (tokens, count)."""
+    """The scores (tokens, experts) of ``chosen`` I32 (tokens, count)."""
     (tokens, experts), count = scores.shape, chosen.shape[1]
     lines = ctx.arange(0, tokens * experts, experts, ml.DType.I32).reshape(ctx, tokens, 1)
     at = chosen.add(ctx, lines).reshape(ctx, tokens * count)
@@ -188,8 +188,8 @@ def _picked(ctx: ml.Context, scores: ml.Tensor, chosen: ml.Tensor) -> ml.Tensor:
 class SparseMLP:
     """``experts_per_token`` of the experts for each token, and optionally a ``shared`` expert for all.
 
-    The router computes in the dtype of its weight. ``shared_gate`` maps a token to a logit, by whose sigmoid
-    the shared expert's output is multiplied.
+    The router computes in the dtype of its weight. ``shared_gate`` maps a token to a logit, whose sigmoid
+    multiplies the shared expert's output.
     """
 
     router: Linear
@@ -230,7 +230,9 @@ class SparseMLP:
 def load_each_expert(
     load: Loader, ctx: ml.Context, prefix: str, count: int, names: Sequence[str] = PROJECTIONS
 ) -> Experts:
-    """Of ``{prefix}.{i}``, gated MLPs that are stored one by one; ``names`` of gate, up and down."""
+    """Load experts stored separately as gated MLPs ``{prefix}.{i}``; ``names`` are those of gate, up and
+    down.
+    """
     gate, up, down = names
     each = [f"{prefix}.{i}" for i in range(count)]
     wide = (load.rows(f"{name}.{gate}", f"{name}.{up}") for name in each)
@@ -242,16 +244,16 @@ def expert_shapes(
     prefix: str, count: int, hidden: int, inner: int, names: Sequence[str] = PROJECTIONS
 ) -> dict[str, Shape]:
     """The tensors that ``load_each_expert`` reads."""
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for i in range(count):
-        found |= mlp_shapes(f"{prefix}.{i}", hidden, inner, names=names)
-    return found
+        shapes |= mlp_shapes(f"{prefix}.{i}", hidden, inner, names=names)
+    return shapes
 
 
 def load_corrected(
     load: Loader, ctx: ml.Context, prefix: str, routing: GroupLimited
 ) -> tuple[Linear, GroupLimited]:
-    """The router ``prefix``, and its routing with the correction; both are F32, as the reference computes."""
+    """Load the router ``prefix``, and its routing with the correction; both are F32, as in the reference."""
     router = load.put(ctx, load.take(f"{prefix}.weight"), ml.DType.F32).permute(ctx, 1, 0)
     if routing.corrected:
         correction = load.take(f"{prefix}.e_score_correction_bias")

@@ -1,12 +1,12 @@
-"""Gemma 3, text only, written once on ml.nn: sliding and full layers in turns.
+"""Gemma 3, text only, written once on ml.nn: alternating sliding and full layers.
 
 Gemma Team, "Gemma 3 Technical Report", 2025 (arXiv 2503.19786); transformers' modeling_gemma3.py::
 
     hidden += norm(attend(norm(hidden)))     queries and keys normalised per head, then rotated
     hidden += norm(mlp(norm(hidden)))        gelu(gate) * up
 
-Norms are stored around zero: their weight is 1 + w. Sliding layers turn with a rotary base of their
-own, and unscaled. Embeddings are multiplied by sqrt(hidden_size), a number of the weights' dtype.
+Norms are stored around zero: their weight is 1 + w. Sliding layers have their own, unscaled rotary base.
+Embeddings are multiplied by sqrt(hidden_size), rounded to the weights' dtype.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Gemma3Config(SlidingConfig):
-    """``query_scalar``: what scores are divided by the square root of."""
+    """``query_scalar``: scores are divided by its square root."""
 
     logit_softcap: float | None
     query_scalar: float
@@ -79,8 +79,10 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> Gemma3Config
 def gemma_fields(
     raw: Mapping[str, Any], generation: Mapping[str, Any], architecture: str, pattern: int
 ) -> dict[str, Any]:
-    """Those of a SlidingConfig whose every ``pattern``-th layer is full, both rotations, the cap."""
-    raw = {**raw, "original_max_position_embeddings": None}  # each type of layers has its own, or none
+    """The fields of a SlidingConfig in which every ``pattern``-th layer is full, with both rotations and the
+    cap.
+    """
+    raw = {**raw, "original_max_position_embeddings": None}  # each layer type has its own, or none
     fields = common_fields(raw, generation, architecture)
     types = SLIDING_ATTENTION, FULL_ATTENTION
     own = (raw.get("rope_parameters") or {}).get(SLIDING_ATTENTION) or {}
@@ -102,19 +104,19 @@ AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
 
 
 def begin_gemma(ctx: ml.Context, batch: Batch, cache: Cache, config: SlidingConfig) -> Step:
-    """A pass with the rotations of both types of layers."""
+    """Begin a pass with the rotations of both layer types."""
     ropes = {SLIDING_ATTENTION: config.local_rope, FULL_ATTENTION: config.rope}
     rotations = {kind: nn.Rotation(ctx, batch.positions, rope) for kind, rope in ropes.items()}
     return Step(batch, cache, rotations)
 
 
 def embedding_scale(size: int, dtype: ml.DType) -> float:
-    """sqrt(size) as a number of the weights' dtype."""
+    """sqrt(size), rounded to the weights' dtype."""
     return float(np.asarray(math.sqrt(size), dtype.numpy))
 
 
 def capped(ctx: ml.Context, logits: ml.Tensor, cap: float | None) -> ml.Tensor:
-    """``cap * tanh(logits / cap)``; None: as they are."""
+    """``cap * tanh(logits / cap)``; unchanged if ``cap`` is None."""
     return logits if cap is None else logits.scale(ctx, 1 / cap).tanh(ctx).scale(ctx, cap)
 
 

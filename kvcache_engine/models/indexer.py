@@ -1,10 +1,11 @@
 """The indexer of DeepSeek sparse attention (DeepSeek-AI, "DeepSeek-V3.2", 2025; transformers'
-modeling_deepseek_v32.py): which tokens a query attends to is found by a score that is cheap to compute::
+modeling_deepseek_v32.py) selects the tokens that a query attends to by a cheap score::
 
     score of a token = sum over the indexer's heads of  weight * relu(query . key)
 
-Keys are one head, stored beside the latents; weights are of the query's token. Queries and keys are rotated
-by halves in their first dimensions. Scores are computed in F32: rounding would choose other tokens.
+Keys have one head and are stored with the latents; weights depend on the query's token. Queries and keys are
+rotated in their first dimensions, which pair halves. Scores are computed in F32, since rounding would select
+other tokens.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from ml import nn
 __all__ = ["INDEX_ROPE", "IndexSizes", "Indexer", "index_shapes", "index_shift", "load_indexer"]
 
 INDEX_ROPE = "index rope"
-"""The rotation of a step that indexers use."""
+"""The name of the step's rotation for indexers."""
 BLOCK = 1 << 26
-"""Bytes of scores that are made at a time, about: prompts go in blocks of queries."""
+"""About how many bytes of scores are computed at a time; prompts are split into blocks of queries."""
 EPS = 1e-6
-"""Of the norm of keys, whatever config.json says of others."""
+"""The epsilon of the keys' norm, which is not in config.json."""
 _KEYS, _SEEN = "index", "index sees"
 
 
 @dataclass(frozen=True, slots=True)
 class IndexSizes:
-    """``heads`` queries of ``dim`` numbers; a token attends to ``top_k`` at most."""
+    """``heads`` queries of ``dim`` numbers; a token attends to at most ``top_k`` tokens."""
 
     heads: int
     dim: int
@@ -41,15 +42,14 @@ class IndexSizes:
 
     @property
     def stored(self) -> ExtraSpec:
-        """What a cache stores of a token."""
+        """What a cache stores for a token."""
         return ExtraSpec(_KEYS, (self.dim,), ml.DType.F32)
 
 
 @dataclass(frozen=True, slots=True)
 class Indexer:
-    """``query``: query_rank -> heads * dim; ``key``: hidden_size -> dim, with a layer norm behind it.
-
-    ``weight`` (hidden_size -> heads) is held in F32.
+    """``query``: query_rank -> heads * dim; ``key``: hidden_size -> dim, followed by a layer norm. ``weight``
+    (hidden_size -> heads) is F32.
     """
 
     query: Linear
@@ -59,16 +59,15 @@ class Indexer:
     sizes: IndexSizes
 
     def keys(self, ctx: ml.Context, x: ml.Tensor, step: Step) -> Mapping[str, ml.Tensor]:
-        """What is put for x (tokens, hidden_size): F32 (tokens, dim), by its name."""
+        """The extras to put for x (tokens, hidden_size): F32 (tokens, dim), by name."""
         tokens, dim = x.shape[0], self.sizes.dim
         key = nn.layer_norm(ctx, self.key(ctx, x), *self.norm, EPS)
         turned = step.rotations[INDEX_ROPE].apply(ctx, key.reshape(ctx, tokens, 1, dim))
         return {_KEYS: _wide(ctx, turned).reshape(ctx, tokens, dim)}
 
     def select(self, ctx: ml.Context, x: ml.Tensor, compressed: ml.Tensor, step: Step) -> ml.Tensor | None:
-        """I32 (tokens, count), rows of the cache's ``get``, once keys are put; None: all that each sees.
-
-        ``compressed`` (tokens, query_rank) is what queries are made of.
+        """The selected rows of the cache's ``get``, I32 (tokens, count), after keys are put; None: all
+        visible ones. ``compressed`` (tokens, query_rank) is the input of the queries.
         """
         keys = step.cache.get_extra(ctx, _KEYS)
         if keys.shape[0] <= self.sizes.top_k:
@@ -95,23 +94,23 @@ class Indexer:
         return chosen
 
     def _seen(self, ctx: ml.Context, step: Step, tokens: int, history: int) -> ml.Tensor:
-        """BOOL (tokens, history), or of one row for all: what each query sees; made once for all layers."""
+        """What each query sees, BOOL (tokens, history), or one row for all; computed once for all layers."""
         if _SEEN not in step.tensors:
             mask, zero = step.cache.get(ctx)[2], ctx.zeros((1,), ml.DType.I32)
             if mask is None or (mask is ml.CAUSAL and tokens == 1):
-                found = zero.compare(ctx, "==", zero).reshape(ctx, 1, 1)
+                seen = zero.compare(ctx, "==", zero).reshape(ctx, 1, 1)
             elif mask is ml.CAUSAL:
                 last = ctx.arange(history - tokens, history, 1, ml.DType.I32).reshape(ctx, tokens, 1)
-                found = ctx.arange(0, history, 1, ml.DType.I32).compare(ctx, "<=", last)
+                seen = ctx.arange(0, history, 1, ml.DType.I32).compare(ctx, "<=", last)
             else:
                 shown = mask.slice(ctx, 0, 0, tokens)
-                found = shown.compare(ctx, "==", ctx.zeros((1,), shown.dtype))
-            step.tensors[_SEEN] = found
+                seen = shown.compare(ctx, "==", ctx.zeros((1,), shown.dtype))
+            step.tensors[_SEEN] = seen
         return step.tensors[_SEEN]
 
 
 def index_shift(spec: nn.RopeSpec) -> ExtraShiftFunction:
-    """The cache's shift function for stored keys, which turn by ``spec`` in their first dimensions."""
+    """The cache's shift function for stored keys, which are rotated by ``spec`` in their first dimensions."""
     turn = nn.rope_shift(spec)
 
     def shift(ctx: ml.Context, layer: int, name: str, extra: ml.Tensor, offsets: ml.Tensor) -> ml.Tensor:
@@ -122,7 +121,7 @@ def index_shift(spec: nn.RopeSpec) -> ExtraShiftFunction:
 
 
 def load_indexer(load: Loader, ctx: ml.Context, prefix: str, sizes: IndexSizes) -> Indexer:
-    """Of the tensors below ``prefix``."""
+    """Load it from the tensors under ``prefix``."""
     weight = load.put(ctx, load.take(f"{prefix}.weights_proj.weight"), ml.DType.F32)
     return Indexer(
         query=load.linear(ctx, f"{prefix}.wq_b"),

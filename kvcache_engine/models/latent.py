@@ -16,13 +16,14 @@ from ml import nn
 __all__ = ["LatentAttention", "LatentSizes", "latent_shapes", "load_latent_attention"]
 
 EPS = 1e-6
-"""Of the norms of latents, whatever config.json says of the others."""
+"""The epsilon of the latents' norms, which is not in config.json."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentSizes:
-    """``rank`` numbers are the latent of a token, ``rope_dim`` its rotated ones; ``nope_dim`` of a head's
-    queries and keys are not rotated. Queries are made by way of ``query_rank`` numbers; None: at once.
+    """A token's latent has ``rank`` numbers, and its rotated part ``rope_dim``; ``nope_dim`` numbers of a
+    head's queries and keys are not rotated. Queries are computed through ``query_rank`` numbers; None:
+    directly.
     """
 
     heads: int
@@ -35,23 +36,23 @@ class LatentSizes:
 
     @property
     def stored(self) -> int:
-        """Numbers that are stored of a token."""
+        """The number of values stored for a token."""
         return self.rank + self.rope_dim
 
     @property
     def query_dim(self) -> int:
-        """Numbers of a head's query."""
+        """The size of a head's query."""
         return self.nope_dim + self.rope_dim
 
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Attention in the absorbed form: what is stored of a token is attended to as it is.
+    """Attention in the absorbed form: stored latents are attended to directly.
 
-    ``down``: hidden_size -> what queries are made of, then latent and rotated numbers, in one product.
-    ``query_norm`` and ``query_up`` make queries of ``query_rank`` numbers, where there are any. ``up_key``
-    and ``up_value`` are those of ``ml.nn.latent_attention``. An ``indexer``, which needs
-    ``query_rank``, chooses what each query attends to.
+    ``down``: hidden_size -> the input of queries, then latent and rotated part, in one product.
+    ``query_norm`` and ``query_up`` compute queries from ``query_rank`` numbers, if set. ``up_key`` and
+    ``up_value`` are those of ``ml.nn.latent_attention``. An ``indexer``, which needs ``query_rank``, selects
+    the tokens that each query attends to.
     """
 
     down: Linear
@@ -84,13 +85,13 @@ class LatentAttention:
         select = None if self.indexer is None else self.indexer.select(ctx, x, compressed, step)
 
         def attend(absorbed: ml.Tensor) -> ml.Tensor:
-            found: ml.Tensor = step.cache.attend(ctx, absorbed, self.scale, select=select)
-            return found
+            attended: ml.Tensor = step.cache.attend(ctx, absorbed, self.scale, select=select)
+            return attended
 
         nope = query.slice(ctx, 2, 0, sizes.nope_dim)
         rope = rotation.apply(ctx, query.slice(ctx, 2, sizes.nope_dim, sizes.query_dim))
-        found = nn.latent_attention(ctx, nope, rope, self.up_key, self.up_value, attend)
-        return self.output(ctx, merge_heads(ctx, found))
+        attended = nn.latent_attention(ctx, nope, rope, self.up_key, self.up_value, attend)
+        return self.output(ctx, merge_heads(ctx, attended))
 
 
 def load_latent_attention(
@@ -101,7 +102,7 @@ def load_latent_attention(
     scale: float,
     indexer: Indexer | None = None,
 ) -> LatentAttention:
-    """Of the tensors below ``prefix``."""
+    """Load it from the tensors under ``prefix``."""
     by_rank = sizes.query_rank is not None
     query = f"{prefix}.q_a_proj" if by_rank else f"{prefix}.q_proj"
     up = load.rows(f"{prefix}.kv_b_proj").reshape(sizes.heads, sizes.nope_dim + sizes.v_dim, sizes.rank)
@@ -123,21 +124,21 @@ def load_latent_attention(
 def latent_shapes(prefix: str, hidden: int, sizes: LatentSizes) -> dict[str, Shape]:
     """The tensors that ``load_latent_attention`` reads."""
     queries = sizes.heads * sizes.query_dim
-    found: dict[str, Shape] = {
+    shapes: dict[str, Shape] = {
         f"{prefix}.kv_a_proj_with_mqa.weight": (sizes.stored, hidden),
         f"{prefix}.kv_a_layernorm.weight": (sizes.rank,),
         f"{prefix}.kv_b_proj.weight": (sizes.heads * (sizes.nope_dim + sizes.v_dim), sizes.rank),
         f"{prefix}.o_proj.weight": (hidden, sizes.heads * sizes.v_dim),
     }
     if sizes.query_rank is None:
-        found[f"{prefix}.q_proj.weight"] = (queries, hidden)
+        shapes[f"{prefix}.q_proj.weight"] = (queries, hidden)
     else:
-        found[f"{prefix}.q_a_proj.weight"] = (sizes.query_rank, hidden)
-        found[f"{prefix}.q_a_layernorm.weight"] = (sizes.query_rank,)
-        found[f"{prefix}.q_b_proj.weight"] = (queries, sizes.query_rank)
+        shapes[f"{prefix}.q_a_proj.weight"] = (sizes.query_rank, hidden)
+        shapes[f"{prefix}.q_a_layernorm.weight"] = (sizes.query_rank,)
+        shapes[f"{prefix}.q_b_proj.weight"] = (queries, sizes.query_rank)
     if sizes.bias:
-        found[f"{prefix}.kv_a_proj_with_mqa.bias"] = (sizes.stored,)
-        found[f"{prefix}.o_proj.bias"] = (hidden,)
+        shapes[f"{prefix}.kv_a_proj_with_mqa.bias"] = (sizes.stored,)
+        shapes[f"{prefix}.o_proj.bias"] = (hidden,)
         if sizes.query_rank is not None:
-            found[f"{prefix}.q_a_proj.bias"] = (sizes.query_rank,)
-    return found
+            shapes[f"{prefix}.q_a_proj.bias"] = (sizes.query_rank,)
+    return shapes

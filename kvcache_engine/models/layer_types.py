@@ -1,4 +1,4 @@
-"""Configs and caches of models whose layers are of several types, as config.json names them."""
+"""Configs and caches of models with several layer types, named as in config.json."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ __all__ = [
 ]
 
 SLIDING_ATTENTION, FULL_ATTENTION = "sliding_attention", "full_attention"
-"""Types of layers, as config.json names them."""
+"""Layer types, named as in config.json."""
 SLIDING, FULL = 0, 1
 """Layer types of ``sliding_cache``."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlidingConfig(ModelConfig):
-    """Of sliding and full layers: ``kinds`` has the type of each by name, and ``window`` counts the token
-    itself, as config.json does. ``rope`` is that of full layers, ``local_rope`` that of sliding ones.
+    """A config with sliding and full layers: ``kinds`` has the type of each by name, and ``window`` includes
+    the token itself, as in config.json. ``rope`` is for full layers, ``local_rope`` for sliding ones.
     """
 
     kinds: tuple[str, ...]
@@ -40,7 +40,7 @@ class SlidingConfig(ModelConfig):
     local_rope: nn.RopeSpec
 
     def cache_kind(self, i: int) -> int:
-        """What layer i is to ``sliding_cache``."""
+        """The type of layer i in ``sliding_cache``."""
         return SLIDING if self.kinds[i] == SLIDING_ATTENTION else FULL
 
     def cached_tokens(self, layer: int, max_sequences: int, capacity: int, max_batch: int) -> int:
@@ -53,7 +53,7 @@ class SlidingConfig(ModelConfig):
 def layer_types(
     raw: Mapping[str, Any], known: Sequence[str], default: Callable[[int], str]
 ) -> tuple[str, ...]:
-    """The type of each layer, ``default(i)`` where config.json does not list them."""
+    """The type of each layer; ``default(i)`` if config.json does not list them."""
     count = raw["num_hidden_layers"]
     kinds = tuple(raw.get("layer_types") or [default(i) for i in range(count)])
     if len(kinds) != count:
@@ -67,7 +67,7 @@ def layer_types(
 def sliding_fields(
     raw: Mapping[str, Any], fields: Mapping[str, Any], default: Callable[[int], str]
 ) -> dict[str, Any]:
-    """Those of a SlidingConfig: the common ``fields``, with the layers' types and their window."""
+    """The fields of a SlidingConfig: the common ``fields``, the layers' types and their window."""
     kinds = layer_types(raw, (SLIDING_ATTENTION, FULL_ATTENTION), default)
     window = int(raw["sliding_window"] or fields["max_positions"])
     return {**fields, "kinds": kinds, "window": window}
@@ -76,10 +76,9 @@ def sliding_fields(
 def sliding_cache(
     config: SlidingConfig, dtype: ml.DType | None = None, memory: int | None = None
 ) -> WrapperCache:
-    """For sliding layers (type SLIDING) and full ones (type FULL), of any ``dtype`` alike.
-
-    ``memory`` is as SlidingWindowCache has it. Hugging Face's window counts the token itself: it is our
-    ``window - 1``.
+    """A cache for sliding layers (type SLIDING) and full ones (type FULL), for any ``dtype``. ``memory`` as
+    in SlidingWindowCache. Hugging Face's window includes the token itself; ours excludes it and is one
+    smaller.
     """
     sliding = SlidingWindowCache(config.window - 1, memory, nn.rope_shift(config.local_rope))
     return WrapperCache(sliding, CausalCache(nn.rope_shift(config.rope)))

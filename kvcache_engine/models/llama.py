@@ -1,12 +1,12 @@
 """A Llama-family decoder, written once on ml.nn: Llama 2 and 3, Mistral, Qwen2, Qwen3.
 
-One pre-norm layer (Touvron et al., 2023), of which the families switch parts on or off::
+One pre-norm layer (Touvron et al., 2023), with optional parts for different families::
 
     hidden += o(attend(rope(norm(q)), cache(rope(norm(k)), v)))    q, k, v of rms_norm(hidden)
     hidden += down(silu(gate) * up)                                gate, up of rms_norm(hidden)
 
-Queries, keys and values are one product, and so are gate and up: their weights are joined when the
-model is loaded. Queries and keys then lie side by side and are normalised and rotated as one tensor.
+Queries, keys and values are one product, and so are gate and up: their weights are joined when the model is
+loaded. Queries and keys are then adjacent, and are normalised and rotated as one tensor.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ MODEL_TYPES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-"""The architectures of the family, and what config.json calls their ``model_type``."""
+"""The architectures of the family, and their ``model_type`` in config.json."""
 
 
 def parse(raw: Mapping[str, Any], generation: Mapping[str, Any], architecture: str) -> ModelConfig:
-    """From the contents of config.json and generation_config.json."""
+    """The config from the contents of config.json and generation_config.json."""
     refuse(raw, {"hidden_act": ["silu", "swish"]})
     fields = common_fields(raw, generation, architecture)
     llama, qwen2, qwen3 = (architecture == f"{name}ForCausalLM" for name in ("Llama", "Qwen2", "Qwen3"))
@@ -47,17 +47,19 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any], architecture: s
 
 
 def check_window(raw: Mapping[str, Any], window: int | None) -> None:
-    """ModelError for sliding layers, which are not run here. A window that no position outgrows is none."""
+    """Raise ModelError for sliding layers, which are not supported here. A window that covers all positions
+    is accepted.
+    """
     windowed = [kind for kind in raw.get("layer_types") or () if kind != "full_attention"]
     if windowed or (window is not None and window < raw["max_position_embeddings"]):
         shown = f"layer type {windowed[0]!r}" if windowed else f"a sliding window of {window} tokens"
-        raise ModelError(f"{shown} is not supported by the runner yet; use a model with full attention")
+        raise ModelError(f"{shown} is not supported for this architecture; use a model with full attention")
 
 
 def qwen_window(raw: Mapping[str, Any]) -> int | None:
-    """Qwen uses its window only with ``use_sliding_window``; Llama uses none, Mistral any that is given."""
+    """Qwen uses its window only with ``use_sliding_window``; Llama uses none, Mistral always its own."""
     return raw["sliding_window"] if raw["use_sliding_window"] else None
 
 
 class Llama(CausalModel[ModelConfig]):
-    """The weights of a model on a backend's devices, and its forward pass, on any cache."""
+    """A model of the Llama family on a backend's devices, with any cache."""

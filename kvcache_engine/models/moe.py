@@ -4,10 +4,10 @@ transformers' modeling_mixtral.py, modeling_qwen3_moe.py and modeling_glm4_moe.p
 
     hidden += attention(norm(hidden))    Qwen3 and some of GLM: queries and keys normalised by head
                                          GLM: half of each head is rotated
-    hidden += mlp(norm(hidden))          experts, or dense in some layers; GLM: beside a shared one, chosen
-                                         within groups as DeepSeek-V3 does
+    hidden += mlp(norm(hidden))          experts, or dense in some layers; GLM: with a shared one, selected
+    within groups as in DeepSeek-V3
 
-GLM's layer that predicts further tokens (num_nextn_predict_layers) is read with ``with_mtp`` (mtp.py).
+GLM's layer for multi-token prediction (num_nextn_predict_layers) is loaded by ``with_mtp`` (mtp.py).
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from ml.nn import parse_rope
 __all__ = ["MoE", "MoEConfig", "parse_glm4", "parse_mixtral", "parse_qwen3"]
 
 MIXTRAL_NAMES = ("w1", "w3", "w2")
-"""What Mixtral calls the gate, up and down projections of an expert."""
+"""Mixtral's names for the gate, up and down projections of an expert."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig(ModelConfig):
-    """``sparse[i]``: layer i has experts, of ``expert_size``, stored below ``block``, beside one MLP of
+    """``sparse[i]``: layer i has experts of ``expert_size``, stored under ``block``, and a shared MLP of
     ``shared_size`` (0: none). ``names`` are those of an expert's gate, up and down projections.
     """
 
@@ -59,7 +59,7 @@ class MoEConfig(ModelConfig):
     mtp: bool = False
 
     def with_mtp(self) -> Self:
-        """With the layer behind the last one, for multi-token prediction; it has experts."""
+        """The config with the layer after the last one, for multi-token prediction; it has experts."""
         return replace(self, mtp=True, sparse=(*self.sparse, True))
 
     @property
@@ -117,22 +117,22 @@ M = TypeVar("M", bound=MoEConfig)
 class MoE(CausalModel[M]):
     @classmethod
     def shapes(cls, config: Any) -> dict[str, Shape]:
-        found, last = super().shapes(config), config.layers
+        shapes, last = super().shapes(config), config.layers
         if config.mtp:
-            found |= cls.numbered(cls.layer_shapes(config, last) | mtp_shapes(config.hidden_size), last)
-        return found
+            shapes |= cls.numbered(cls.layer_shapes(config, last) | mtp_shapes(config.hidden_size), last)
+        return shapes
 
     @classmethod
     def mlp_shapes(cls, config: Any, i: int) -> dict[str, Shape]:
         hidden, block, experts = config.hidden_size, config.block, config.experts
         if not config.sparse[i]:
             return super().mlp_shapes(config, i)
-        found: dict[str, Shape] = {f"{block}.gate.weight": (experts, hidden)}
+        shapes: dict[str, Shape] = {f"{block}.gate.weight": (experts, hidden)}
         if isinstance(config.routing, GroupLimited) and config.routing.corrected:
-            found[f"{block}.gate.e_score_correction_bias"] = (experts,)
+            shapes[f"{block}.gate.e_score_correction_bias"] = (experts,)
         if config.shared_size:
-            found |= mlp_shapes(f"{block}.shared_experts", hidden, config.shared_size)
-        return found | expert_shapes(f"{block}.experts", experts, hidden, config.expert_size, config.names)
+            shapes |= mlp_shapes(f"{block}.shared_experts", hidden, config.shared_size)
+        return shapes | expert_shapes(f"{block}.experts", experts, hidden, config.expert_size, config.names)
 
     def mlp(self, load: Loader, ctx: ml.Context, prefix: str, i: int) -> GatedMLP | SparseMLP:
         config, routing, block = self.config, self.config.routing, f"{prefix}.{self.config.block}"

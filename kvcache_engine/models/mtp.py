@@ -1,16 +1,16 @@
-"""Multi-token prediction: one layer more, which guesses the token behind the next one from hidden states.
+"""Multi-token prediction: an additional layer that predicts the token after the next one from hidden states.
 
 DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024 (arXiv 2412.19437), section 2.2; vLLM's deepseek_mtp.py and
 SGLang's deepseek_nextn.py. With h(p) the model's normed hidden state at position p::
 
     x(p)      = eh_proj([enorm(embed(t(p))), hnorm(h(p - 1))])
     h'(p)     = shared_head.norm(layer(x(p)))        attends to x(0) to x(p)
-    t(p + 1) ~ head(h'(p))                           h'(p) takes the place of h(p) for the next guess
+    t(p + 1) ~ head(h'(p))                           h'(p) replaces h(p) for the next guess
 
-The layer is that behind the last one: its keys and values lie in the cell of token p, in the cache of the
-model, and are shared, snapshotted and restored with the others. x(0) is zeros, as nothing comes before; where
-h(p - 1) is not known, since position p is where a stored prefix was left, it is zeros in its place. Both cost
-acceptance, and no answer depends on them.
+The layer follows the last one: its keys and values are stored in the cell of token p in the model's cache,
+and are shared, snapshotted and restored with the others. x(0) is zeros, as there is no earlier token. If h(p
+- 1) is unknown because a restored prefix ends at p, zeros replace it. Both reduce acceptance, but no answer
+depends on them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from kvcache_engine.weights import Linear, Loader, Shape
 __all__ = ["MTP", "TAIL", "load_mtp", "mtp_shapes"]
 
 TAIL = 32
-"""Positions of a sequence whose hidden states are kept, the latest."""
+"""The number of latest positions of a sequence whose hidden states are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The layer ``number`` and what leads into it and out of it."""
+    """Layer ``number``, with its input and output projections."""
 
     number: int
     embed_norm: ml.Tensor
@@ -48,7 +48,7 @@ class Block:
     eps: float
 
     def mix(self, ctx: ml.Context, embedded: ml.Tensor, hidden: ml.Tensor, step: Step) -> ml.Tensor:
-        """embedded and hidden (tokens, hidden_size), of p and p - 1; K and V of p are stored."""
+        """embedded (of p) and hidden (of p - 1), both (tokens, hidden_size); K and V of p are stored."""
         embedded = embedded.rms_norm(ctx, self.embed_norm, self.eps)
         joined = embedded.concat(ctx, hidden.rms_norm(ctx, self.hidden_norm, self.eps), 1)
         step.cache.set_layer(self.number)
@@ -61,7 +61,7 @@ class Block:
 
 
 class MTP:
-    """Multi-token prediction beside a model, whose embedding and head it shares.
+    """Multi-token prediction for a model, whose embedding and head it shares.
 
     ``head``: normed hidden states -> logits F32.
     """
@@ -80,7 +80,7 @@ class MTP:
         self._block.mix(ctx, embedded, before, step)
 
     def forget(self, cache: Cache, seq: int) -> None:
-        """Another conversation goes on in the sequence: hidden states of the one before are not its own."""
+        """Drop the hidden states of a sequence, which another conversation continues."""
         if cache in self._known:
             self._known[cache].forget(seq)
 
@@ -99,11 +99,10 @@ class MTP:
         count: int,
         choose: Callable[[ml.Context, ml.Tensor], ml.Tensor],
     ) -> bool:
-        """Guess ``count`` tokens behind ``tokens``, all but the last of which the cache holds.
-
-        ``choose(ctx, logits (1, vocab_size))`` gives each as I32 (1,). False: the hidden state is not
-        known, or there is no room. The cache then holds the last of ``tokens`` and the guesses but one,
-        which the caller takes back.
+        """Guess ``count`` tokens after ``tokens``, all but the last of which are in the cache. ``choose(ctx,
+        logits (1, vocab_size))`` returns each as I32 (1,). False if the hidden state is unknown, or if there
+        is no room. Afterwards the cache also has the last of ``tokens`` and all guesses but one, which the
+        caller removes.
         """
         here, at = ctx.input(), len(tokens) - 1
         hidden = self._states(cache).last(here, seq, at - 1)
@@ -124,9 +123,8 @@ class MTP:
 
 
 class HiddenStates:
-    """The model's latest hidden states of each sequence of a cache, on the device: rings of ``TAIL`` rows.
-
-    The first row is zeros.
+    """The model's latest hidden states of each sequence of a cache, on the device: ring buffers of ``TAIL``
+    rows. The first row is zeros.
     """
 
     def __init__(self, backend: ml.Backend, sequences: int, size: int, dtype: ml.DType) -> None:
@@ -135,7 +133,9 @@ class HiddenStates:
         self._positions = np.full((sequences, TAIL), -1)
 
     def before(self, ctx: ml.Context, batch: Batch, hidden: ml.Tensor) -> ml.Tensor:
-        """(tokens, hidden_size) of the position before each of the batch's; those of the batch are kept."""
+        """The states (tokens, hidden_size) of the position before each token of the batch; those of the batch
+        are kept.
+        """
         positions, sequences = (np.asarray(each, np.int64) for each in (batch.positions, batch.sequences))
         at = {pair: row for row, pair in enumerate(zip(sequences.tolist(), positions.tolist(), strict=True))}
         rows = [at.get((seq, position - 1), -1) for seq, position in at]
@@ -150,12 +150,12 @@ class HiddenStates:
         return before
 
     def last(self, ctx: ml.Context, seq: int, position: int) -> ml.Tensor | None:
-        """(1, hidden_size) at a position; None where it is not kept."""
+        """The state (1, hidden_size) at a position; None if it is not kept."""
         slot = self.slot(seq, position)
         return self._rows.rows(ctx, [slot]) if slot else None
 
     def slot(self, seq: int, position: int) -> int:
-        """Where a state lies; 0, the row of zeros, where it is not kept."""
+        """The row of a state; 0, the row of zeros, if it is not kept."""
         known = position >= 0 and self._positions[seq, position % TAIL] == position
         return 1 + seq * TAIL + position % TAIL if known else 0
 
@@ -163,7 +163,7 @@ class HiddenStates:
         self._positions[seq] = -1
 
     def keep(self, ctx: ml.Context, sequences: np.ndarray, positions: np.ndarray, hidden: ml.Tensor) -> None:
-        """The latest of a pass; what was kept of later positions is forgotten."""
+        """Keep the latest states of a pass; states of later positions are dropped."""
         ends = {seq: int(positions[sequences == seq].max()) for seq in set(sequences.tolist())}
         rows = [i for i, seq in enumerate(sequences.tolist()) if positions[i] > ends[seq] - TAIL]
         for seq, end in ends.items():
@@ -175,13 +175,13 @@ class HiddenStates:
 
 
 def mtp_shapes(hidden: int) -> dict[str, Shape]:
-    """Of what a layer for multi-token prediction has beside the tensors of a layer."""
+    """The additional tensors of a layer for multi-token prediction."""
     norms = {f"{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
     return {**norms, "eh_proj.weight": (hidden, 2 * hidden)}
 
 
 def load_mtp(load: Loader, ctx: ml.Context, model: Any, layer: Layer, head: Linear) -> MTP:
-    """That of the layer behind the last one; ModelError for a model that lies on several devices."""
+    """Load the layer after the last one. Raises ModelError for a model on several devices."""
     if len(model.backend.devices) > 1:
         raise ModelError("multi-token prediction needs a model on one device")
     number, eps = model.config.layers, model.config.rms_norm_eps

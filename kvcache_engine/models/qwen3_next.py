@@ -43,9 +43,8 @@ _LINEAR_ATTENTION = "linear_attention"
 
 @dataclass(frozen=True, slots=True)
 class Qwen3NextConfig(StateConfig):
-    """``split``: a delta net's projections are stored apart (Qwen3.5), not joined by key head.
-
-    ``sparse[i]`` says whether layer i has experts, of ``expert_size``, beside a shared one.
+    """``split``: a delta net's projections are stored separately (Qwen3.5), not joined by key head.
+    ``sparse[i]``: layer i has experts of ``expert_size`` and a shared one.
     """
 
     kinds: tuple[str, ...]
@@ -158,7 +157,7 @@ class Qwen3Next(RecurrentModel[Qwen3NextConfig]):
         )
 
     def _attention(self, load: Loader, ctx: ml.Context, prefix: str) -> Attention:
-        """The queries' projection holds each head's query and gate by turns; the gates go last."""
+        """The queries' projection alternates each head's query and gate; the gates are moved to the end."""
         config, rows = self.config, self.config.heads * self.config.head_dim
 
         def apart(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

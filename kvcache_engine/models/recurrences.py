@@ -1,13 +1,13 @@
 """A recurrence over the tokens of a sequence, in chunks: the gated delta rule.
 
-Each head holds a matrix S (key_dim, value_dim), a memory of values by keys. A token lets it fade, takes out
-what is stored under its key, writes and reads::
+Each head has a matrix S (key_dim, value_dim), an associative memory. A token decays it, removes the value
+stored under its key, writes and reads::
 
     S <- exp(g) S;    S <- S + k^T (beta (v - k S));    o = q S
 
-(Yang et al., "Gated Delta Networks", 2024, arXiv 2412.06464.) One token is computed so. Several go in chunks,
-in which all tokens are products of matrices and only the chunks follow one another, as transformers computes
-them. Everything here is F32.
+(Yang et al., "Gated Delta Networks", 2024, arXiv 2412.06464.) A single token is computed this way. Several
+are computed in chunks, as in transformers: matrix products within a chunk, and one chunk after another.
+Everything is F32.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from ml import DType
 __all__ = ["CHUNK", "chunk_masks", "chunk_size", "gated_delta_rule", "scan"]
 
 CHUNK = 64
-"""Tokens per chunk at most; a power of two."""
+"""The most tokens per chunk; a power of two."""
 
 
 def chunk_size(length: int) -> int:
-    """The power of two that a run of ``length`` tokens is cut by."""
+    """The chunk size, a power of two, for a run of ``length`` tokens."""
     return min(CHUNK, 1 << max(0, length - 1).bit_length())
 
 
 def chunk_masks(ctx: ml.Context, size: int) -> ml.Tensor:
     """F32 (2 + log2(size), size, size) of 0 and 1 for chunks of ``size``, a power of two.
 
-    First the lower triangle, then the same without its diagonal, then what ``_inverse`` joins at each
-    step; for a size of 4::
+    The lower triangle, the same without its diagonal, then the blocks that ``_inverse`` joins at each step;
+    for a size of 4::
 
         1 . . .    . . . .    . . . .    . . . .
         1 1 . .    1 . . .    1 . . .    . . . .
@@ -59,9 +59,8 @@ def scan(
     masks: ml.Tensor,
     cuts: Sequence[int] = (),
 ) -> tuple[ml.Tensor, list[ml.Tensor]]:
-    """``gated_delta_rule(ctx, tokens, state, masks)``, cut after each of ``cuts`` tokens, ascending.
-
-    Gives the outputs, of the values' shape, and the states at the cuts and at the end. A piece of one token
+    """``gated_delta_rule(ctx, tokens, state, masks)``, split after each of ``cuts`` tokens, ascending.
+    Returns the outputs, of the values' shape, and the states at the cuts and at the end. A piece of one token
     is computed as in decoding.
     """
     if not cuts:
@@ -78,7 +77,7 @@ def scan(
 
 
 def _sized(ctx: ml.Context, masks: ml.Tensor, size: int) -> ml.Tensor:
-    """The masks of chunks of ``size`` or less, out of those of larger ones."""
+    """The masks of chunks of at most ``size``, sliced from those of larger ones."""
     if masks.shape[1] <= size:
         return masks
     levels = masks.slice(ctx, 0, 0, 1 + size.bit_length())
@@ -86,7 +85,7 @@ def _sized(ctx: ml.Context, masks: ml.Tensor, size: int) -> ml.Tensor:
 
 
 def _cut(ctx: ml.Context, x: ml.Tensor, size: int) -> ml.Tensor:
-    """(sequences, heads, tokens, dim) -> (sequences, heads, chunks, size, dim), filled up with zeros."""
+    """(sequences, heads, tokens, dim) -> (sequences, heads, chunks, size, dim), padded with zeros."""
     sequences, heads, tokens, dim = x.shape
     missing = -tokens % size
     if missing:
@@ -97,7 +96,7 @@ def _cut(ctx: ml.Context, x: ml.Tensor, size: int) -> ml.Tensor:
 
 
 def _chunk(ctx: ml.Context, x: ml.Tensor, i: int) -> ml.Tensor:
-    """(sequences, heads, chunks, a, b) -> (sequences, heads, a, b) of chunk ``i``."""
+    """Chunk ``i``: (sequences, heads, chunks, a, b) -> (sequences, heads, a, b)."""
     sequences, heads, _, a, b = x.shape
     return x.slice(ctx, 2, i, i + 1).reshape(ctx, sequences, heads, a, b)
 
@@ -117,7 +116,7 @@ class _Chunks(NamedTuple):
 
     ``strict`` is the lower triangle without its diagonal, ``key_t`` K^T, ``fade`` exp(G_i - G_j) for j <= i,
     ``seen`` Q K^T times that, ``total`` exp(G), ``faded`` exp(G) Q, ``stored`` (exp(G_last - G) K)^T and
-    ``remaining`` exp(G_last). Tokens that fill up the last chunk are zeros and leave the state alone.
+    ``remaining`` exp(G_last). The tokens that pad the last chunk are zeros and do not change the state.
     """
 
     key: ml.Tensor
@@ -145,7 +144,7 @@ def _in_chunks(
     query, key, value = (_cut(ctx, x, size) for x in (query, key, value))
     decay = _cut(ctx, decay.reshape(ctx, *decay.shape, 1), size)
     total = causal.matmul(ctx, decay).exp(ctx)
-    apart = causal.matmul(ctx, strict.mul(ctx, decay))  # G_i - G_j, no large sums taken off one another
+    apart = causal.matmul(ctx, strict.mul(ctx, decay))  # G_i - G_j, without subtracting large sums
     fade = apart.exp(ctx).mul(ctx, causal)
     left = fade.slice(ctx, 3, size - 1, size).permute(ctx, 0, 1, 2, 4, 3)  # exp(G_last - G)
     key_t = key.permute(ctx, 0, 1, 2, 4, 3)
@@ -164,7 +163,7 @@ def _in_chunks(
 
 
 def _faded(ctx: ml.Context, state: ml.Tensor, decay: ml.Tensor) -> ml.Tensor:
-    """exp(g) S, of one token."""
+    """exp(g) S for one token."""
     return state.mul(ctx, decay.exp(ctx).reshape(ctx, *decay.shape[:2], 1, 1))
 
 
@@ -210,8 +209,8 @@ def gated_delta_rule(
 def _inverse(ctx: ml.Context, lower: ml.Tensor, masks: ml.Tensor) -> ml.Tensor:
     """(1 + lower)^-1 of strictly lower triangles (..., size, size), as stable as substitution.
 
-    Inverses of the blocks on the diagonal, joined by pairs: of (A 0; B C) it is (a 0; -c B a, c), with
-    a and c the inverses of A and C. ``masks`` pick the B of each step.
+    Inverses of the blocks on the diagonal are joined in pairs: that of (A 0; B C) is (a 0; -c B a, c), with a
+    and c the inverses of A and C. ``masks`` select the B of each step.
     """
     size = lower.shape[-1]
     inverse = ctx.from_numpy(np.eye(size, dtype=np.float32), DType.F32)

@@ -1,4 +1,4 @@
-"""Configs and caches of models whose layers keep states, and what these models share."""
+"""Configs, caches and a base class of models whose layers have states."""
 
 from __future__ import annotations
 
@@ -20,28 +20,27 @@ __all__ = ["RecurrentModel", "StateConfig", "recurrent_cache"]
 
 @dataclass(frozen=True, slots=True)
 class StateConfig(ModelConfig):
-    """Of a model with states: those of layers that put no keys."""
+    """The config of a model with states, in layers that put no keys."""
 
     @property
     def states(self) -> dict[str, StateSpec]:
-        """What a layer keeps of a sequence."""
+        """The states of a layer for a sequence."""
         raise NotImplementedError
 
     @property
     def state_layers(self) -> int:
-        """How many layers keep states."""
+        """The number of layers with states."""
         return self.layers - len(self.attending)
 
     def state_bytes(self, max_sequences: int, capacity: int) -> int:
-        """Of states in F32, and as many checkpoints as StateCache takes by default."""
+        """The bytes of F32 states, with StateCache's default number of checkpoints."""
         values = self.state_layers * sum(math.prod(spec.shape) for spec in self.states.values())
         return max_sequences * (1 + min(24, capacity // 256)) * values * 4
 
 
 def recurrent_cache(config: StateConfig, dtype: ml.DType | None = None, **options: Any) -> RecurrentCache:
-    """For the states of a model, and the keys of its layers with attention.
-
-    ``dtype`` is that of the model's activations; ``options`` go to StateCache.
+    """A cache for a model's states and for the keys of its attention layers. ``dtype`` is that of the model's
+    activations; ``options`` go to StateCache.
     """
     states: dict[int | None, dict[str, StateSpec]] = {None: config.states}
     attention = CausalCache(nn.rope_shift(config.rope))
@@ -52,7 +51,7 @@ C = TypeVar("C", bound=StateConfig)
 
 
 class RecurrentModel(CausalModel[C]):
-    """A decoder some of whose mixers keep states."""
+    """A decoder in which some mixers have states."""
 
     cache_type = RecurrentCache
     cache_of = staticmethod(recurrent_cache)

@@ -1,6 +1,5 @@
-"""What layers that keep states share: runs of sequences, the causal convolution, heads.
-
-The states are those of a RecurrentCache: the convolution's last inputs, and a matrix per head.
+"""Shared by layers with states: runs of sequences, the causal convolution, heads. The states in a
+RecurrentCache are the convolution's last inputs, and a matrix per head.
 """
 
 from __future__ import annotations
@@ -19,16 +18,15 @@ from ml import DType, nn
 __all__ = ["MASKS", "Runs", "begin_runs", "by_runs", "convolve", "recur", "repeat_heads", "split_heads"]
 
 MASKS = "chunk masks"
-"""Of a step's tensors: those of ``chunk_masks``."""
+"""The name of ``chunk_masks`` among a step's tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Sequences of a batch that have equally many tokens in it, so that they are computed together.
-
-    ``states[i]`` is the place of the i-th among the states of the pass; ``rows`` are the tokens of the
-    first, then of the second, ...: None where these are all tokens of the batch in its order. After ``cuts``
-    of their tokens the cache wants the state of one of ``sequences``, or of several.
+    """Sequences with the same number of tokens in a batch, which are computed together. ``states[i]`` is the
+    index of the i-th among the states of the pass; ``rows`` are the tokens of the first, then of the second,
+    ...; None if these are all tokens of the batch in order. The cache wants the states of some of
+    ``sequences`` after each of ``cuts`` tokens.
     """
 
     states: np.ndarray
@@ -40,7 +38,7 @@ class Runs:
     def deliver(
         self, ctx: ml.Context, cache: RecurrentCache, name: str, layer: int, states: Sequence[ml.Tensor]
     ) -> None:
-        """Give the cache the states (sequences, *shape) after each of ``cuts``."""
+        """Deliver the states (sequences, *shape) after each of ``cuts`` to the cache."""
         for count, state in zip(self.cuts, states, strict=True):
             cache.deliver_states(ctx, name, state, [(seq, count) for seq in self.sequences], layer)
 
@@ -54,7 +52,7 @@ class Runs:
 
 
 def begin_runs(ctx: ml.Context, step: Step) -> Step:
-    """Add to a step what all layers of a pass share that keep states."""
+    """Add to a step what all layers with states share in a pass."""
     sequences = np.asarray(step.batch.sequences)
     step.plans["runs"] = runs = _runs(sequences, step.cache.wanted_states())
     longest = max(run.length for run in runs)
@@ -68,15 +66,15 @@ def _runs(sequences: np.ndarray, wanted: Mapping[int, tuple[int, ...]]) -> list[
     for place, seq in enumerate(order):
         rows = np.flatnonzero(sequences == seq)
         by_length.setdefault(rows.size, []).append((place, rows))
-    found = []
+    runs = []
     for length, members in by_length.items():
         rows = np.concatenate([rows for _, rows in members])
         everything = np.array_equal(rows, np.arange(sequences.size))
         states = np.array([place for place, _ in members])
         own = tuple(order[place] for place, _ in members)
         cuts = {count for seq in own for count in wanted.get(seq, ())}
-        found.append(Runs(states, length, None if everything else rows, own, tuple(sorted(cuts))))
-    return found
+        runs.append(Runs(states, length, None if everything else rows, own, tuple(sorted(cuts))))
+    return runs
 
 
 def convolve(
@@ -87,10 +85,9 @@ def convolve(
     layer: int,
     kernel: ml.Tensor,
 ) -> ml.Tensor:
-    """The causal convolution per channel, x (sequences, length, channels) -> the same.
-
-    ``kernel`` (taps, channels), the oldest first. The state "conv" of ``layer`` is
-    (sequences, channels, taps - 1): the inputs before these, oldest first. It moves on in the cache.
+    """The causal convolution per channel, x (sequences, length, channels) -> the same shape. ``kernel``
+    (taps, channels), oldest first. The state "conv" of ``layer``, (sequences, channels, taps - 1), has the
+    previous inputs, oldest first, and advances in the cache.
     """
     states = cache.conv_state(ctx, layer)
     state = states if run.rows is None else states.rows(ctx, run.states)
@@ -108,7 +105,7 @@ def convolve(
 
 
 def by_runs(ctx: ml.Context, step: Step, compute: Callable[[Runs], ml.Tensor]) -> ml.Tensor:
-    """(tokens, size) of all runs; ``compute`` gives (sequences * length, size) of each."""
+    """The results (tokens, size) of all runs; ``compute`` returns (sequences * length, size) for each."""
     result: ml.Tensor | None = None
     for run in step.plans["runs"]:
         part = compute(run)
@@ -128,7 +125,7 @@ def recur(
     layer: int,
     tokens: Sequence[ml.Tensor],
 ) -> ml.Tensor:
-    """The outputs of ``scan`` for a run; the state "recurrent" of ``layer`` moves on in the cache."""
+    """The outputs of ``scan`` for a run; the state "recurrent" of ``layer`` advances in the cache."""
     cache, masks = step.cache, step.tensors[MASKS]
     states = cache.recurrent_state(ctx, layer)
     state = states if run.rows is None else states.rows(ctx, run.states)
@@ -149,7 +146,7 @@ def split_heads(ctx: ml.Context, x: ml.Tensor, heads: int) -> ml.Tensor:
 
 
 def repeat_heads(ctx: ml.Context, x: ml.Tensor, heads: int) -> ml.Tensor:
-    """(sequences, key_heads, length, dim) -> (sequences, heads, length, dim), each head several times."""
+    """(sequences, key_heads, length, dim) -> (sequences, heads, length, dim), with each head repeated."""
     sequences, key_heads, length, dim = x.shape
     if key_heads == heads:
         return x

@@ -1,7 +1,8 @@
-"""What the layers of one forward pass share, and what a layer is: mostly two parts, each behind a norm::
+"""The data shared by the layers of a forward pass, and the interface of a layer, mostly two parts after
+norms::
 
 hidden += mixer(norm(hidden))        attention, a recurrence
-hidden += mlp(mlp_norm(hidden))      Gemma normalises what either part gives once more
+hidden += mlp(mlp_norm(hidden))      Gemma also normalises the output of each part
 """
 
 from __future__ import annotations
@@ -19,15 +20,13 @@ from ml import nn
 __all__ = ["MLP", "NORMS", "ROPE", "Layer", "Mixer", "PreNormLayer", "Step", "load_norms", "norm_shapes"]
 
 ROPE = "rope"
-"""The rotation of models that have one for all layers."""
+"""The name of the rotation of models with one rotation for all layers."""
 
 
 @dataclass(slots=True)
 class Step:
-    """One forward pass as its layers see it.
-
-    ``rotations`` are made once, for the layer types of a model; ``tensors`` and, on the host, ``plans``
-    are whatever else a family computes once for all layers.
+    """One forward pass, as seen by its layers. ``rotations`` are created once for the layer types of a model;
+    ``tensors`` and, on the host, ``plans`` are anything else that a family computes once for all layers.
     """
 
     batch: Batch
@@ -47,10 +46,12 @@ class Step:
 
 class Layer(Protocol):
     def mix(self, ctx: ml.Context, hidden: ml.Tensor, step: Step) -> ml.Tensor:
-        """hidden (tokens, hidden_size) -> the same, the residual added."""
+        """hidden (tokens, hidden_size) -> the same shape, with the residual added."""
 
     def feed(self, ctx: ml.Context, hidden: ml.Tensor) -> ml.Tensor:
-        """hidden (tokens, hidden_size) -> the same, the residual added; tokens may be fewer."""
+        """hidden (tokens, hidden_size) -> the same shape, with the residual added; there may be fewer
+        tokens.
+        """
 
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -62,7 +63,7 @@ Norms = tuple[ml.Tensor, ml.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PreNormLayer:
-    """A decoder's ``Layer``; ``norms`` come before its parts, ``after`` behind them.
+    """A decoder's ``Layer``; ``norms`` precede its parts, ``after`` follow them.
 
     ``cache_kind``: the type of the layer in a WrapperCache.
     """
@@ -92,7 +93,7 @@ class PreNormLayer:
 def load_norms(
     load: Loader, ctx: ml.Context, prefix: str, offset: float = 0.0, names: tuple[str, str] = NORMS
 ) -> Norms:
-    """Both norms of the layer ``prefix``, named as Llama does; ``offset`` is added to what is stored."""
+    """Both norms of the layer ``prefix``, with Llama's names; ``offset`` is added to the stored weights."""
     norm, mlp_norm = (load.norm(ctx, f"{prefix}.{name}", offset) for name in names)
     return norm, mlp_norm
 

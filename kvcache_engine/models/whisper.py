@@ -5,9 +5,9 @@ transformers' modeling_whisper.py. Positions are learned, norms have biases, key
 
     hidden += attend(norm(hidden));    hidden += attend(norm(hidden), encoder);    hidden += mlp(norm(hidden))
 
-What the encoder gave comes in ``batch.multimodal`` as pairs of (batch index, states (frames,
-hidden_size), an array or a Tensor), with a token of the sequence that it belongs to: once, usually with
-the first. Its keys and values then stay in the cache.
+The encoder's output is passed in ``batch.multimodal`` as pairs of (batch index, states (frames, hidden_size),
+an array or a Tensor), with a token of its sequence: once, usually with the first token. Its keys and values
+then stay in the cache.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NAMES = Names("model.decoder.embed_tokens", "model.decoder.layers", "model.decod
 
 @dataclass(frozen=True, slots=True)
 class WhisperConfig:
-    """The decoder's part of a Whisper model; names as ModelConfig has them."""
+    """The decoder's part of a Whisper model; names as in ModelConfig."""
 
     architecture: str
     vocab_size: int
@@ -79,8 +79,8 @@ def parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> WhisperConfi
 
 
 def make_cache(config: WhisperConfig, dtype: ml.DType | None = None) -> WrapperCache:
-    """Type 0 holds what the encoder gave, type 1 the decoder's own keys, whose positions are learned:
-    nothing can be removed from the middle. Any ``dtype`` alike.
+    """A cache whose type 0 stores the encoder's output, and type 1 the decoder's own keys. Their positions
+    are learned, so nothing can be removed from the middle. For any ``dtype``.
     """
     return WrapperCache(EncoderCache(), CausalCache())
 
@@ -99,20 +99,20 @@ class Whisper(CausalModel):
     @classmethod
     def layer_shapes(cls, config: Any, i: int) -> dict[str, Shape]:
         hidden, inner = config.hidden_size, config.intermediate_size
-        found: dict[str, Shape] = {
+        shapes: dict[str, Shape] = {
             "fc1.weight": (inner, hidden),
             "fc1.bias": (inner,),
             "fc2.weight": (hidden, inner),
             "fc2.bias": (hidden,),
         }
         for norm in ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm"):
-            found |= {f"{norm}.weight": (hidden,), f"{norm}.bias": (hidden,)}
+            shapes |= {f"{norm}.weight": (hidden,), f"{norm}.bias": (hidden,)}
         for attention in ("self_attn", "encoder_attn"):
             for name in ("q", "k", "v", "out"):
-                found[f"{attention}.{name}_proj.weight"] = (hidden, hidden)
+                shapes[f"{attention}.{name}_proj.weight"] = (hidden, hidden)
                 if name != "k":
-                    found[f"{attention}.{name}_proj.bias"] = (hidden,)
-        return found
+                    shapes[f"{attention}.{name}_proj.bias"] = (hidden,)
+        return shapes
 
     def _load_more(self, load: Loader, ctx: ml.Context) -> None:
         self._positions = load.tensor(ctx, f"{_POSITIONS}.weight")
@@ -170,7 +170,9 @@ class Whisper(CausalModel):
 
 
 def _items(batch: Batch) -> dict[int, Any]:
-    """The encoder states of each sequence that brings some, in the order that EncoderCache expects."""
+    """The encoder states of the sequences that have some in the batch, in the order that EncoderCache
+    expects.
+    """
     return {int(batch.sequences[index]): item for index, item in batch.multimodal}
 
 
@@ -192,7 +194,7 @@ class _CrossAttention:
     head_dim: int
 
     def __call__(self, ctx: ml.Context, x: ml.Tensor, step: Step) -> ml.Tensor:
-        """x (tokens, hidden_size) -> the same; encoder states that came with the batch are stored first."""
+        """x (tokens, hidden_size) -> the same shape; encoder states in the batch are stored first."""
         states, heads = step.tensors.get(_STATES), self.heads
         if states is not None:
             both = self.key_value(ctx, states).reshape(ctx, states.shape[0], 2 * heads, self.head_dim)

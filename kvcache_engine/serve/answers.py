@@ -31,9 +31,9 @@ class Form:
     """Answers to each prompt."""
     show_cached: bool = True
     tokenizer: Tokenizer | None = None
-    """Where log probabilities are wanted."""
+    """Needed for log probabilities."""
     prompts: Sequence[Sequence[int]] = ()
-    """Of each answer, likewise."""
+    """The prompt of each answer; needed for log probabilities."""
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -50,13 +50,13 @@ class Form:
         return {**self._head("chat.completion"), "choices": choices, "usage": self._usage(answers)}
 
     def logprobs(self, choice: int) -> LogprobsForm | None:
-        """For one answer; None where they are not wanted."""
+        """The form of one answer's log probabilities; None if not requested."""
         if self.tokenizer is None:
             return None
         return LogprobsForm(self.tokenizer, self.prompts[choice], self.chat)
 
     def first(self, choice: int) -> bytes | None:
-        """A chat begins with who speaks."""
+        """The first chunk of a chat, with its role."""
         return self._chunk(choice, {"role": "assistant", "content": ""}, None) if self.chat else None
 
     def text(self, choice: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
@@ -69,7 +69,9 @@ class Form:
         return sse({**self._head("chat.completion.chunk"), "choices": [], "usage": self._usage(answers)})
 
     def _usage(self, answers: list[Finished]) -> dict[str, Any]:
-        """Tokens in and out, each prompt once; ``cached_tokens`` of them were in the cache already."""
+        """The numbers of prompt and answer tokens, counting each prompt once; ``cached_tokens`` were
+        cached.
+        """
         first = answers[:: self.choices]
         prompt, cached = sum(each.prompt_tokens for each in first), sum(each.reused for each in first)
         completion = sum(len(answer.tokens) for answer in answers)
@@ -100,7 +102,7 @@ def sse(record: dict[str, Any]) -> bytes:
 
 
 class LogprobsForm:
-    """Log probabilities of one answer to ``prompt``, whole or part after part."""
+    """Log probabilities of one answer to ``prompt``, complete or in chunks."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], chat: bool) -> None:
         self._texts, self._chat = tokenizer.token_bytes, chat
@@ -108,37 +110,39 @@ class LogprobsForm:
         self._offset = 0
 
     def record(self, tokens: Sequence[int], logprobs: Iterable[Logprobs]) -> dict[str, Any]:
-        """What ``logprobs`` of a choice says of the next tokens."""
+        """The ``logprobs`` of a choice for the next tokens."""
         pairs = list(zip(tokens, logprobs, strict=True))
         if self._chat:
-            return {"content": [self._chat_token(token, found) for token, found in pairs], "refusal": None}
+            return {"content": [self._chat_token(token, one) for token, one in pairs], "refusal": None}
         return {
             "tokens": [self._text(token) for token, _ in pairs],
-            "token_logprobs": [max(found.token, _LEAST) for _, found in pairs],
+            "token_logprobs": [max(one.token, _LEAST) for _, one in pairs],
             "top_logprobs": [
-                {self._text(each): max(value, _LEAST) for each, value in (*found.top, (token, found.token))}
-                for token, found in pairs
+                {self._text(each): max(value, _LEAST) for each, value in (*one.top, (token, one.token))}
+                for token, one in pairs
             ],
             "text_offset": [self._pass(token) for token, _ in pairs],
         }
 
-    def _chat_token(self, token: int, found: Logprobs) -> dict[str, Any]:
-        likeliest = [self._one(each, value) for each, value in found.top]
-        return {**self._one(token, found.token), "top_logprobs": likeliest}
+    def _chat_token(self, token: int, logprobs: Logprobs) -> dict[str, Any]:
+        likeliest = [self._one(each, value) for each, value in logprobs.top]
+        return {**self._one(token, logprobs.token), "top_logprobs": likeliest}
 
     def _one(self, token: int, value: float) -> dict[str, Any]:
         return {"token": self._text(token), "logprob": max(value, _LEAST), "bytes": list(self._texts[token])}
 
     def _text(self, token: int) -> str:
-        r"""Part of a character is bytes:\xe2, as OpenAI has it, so that no two tokens are one."""
-        found = self._texts[token]
+        r"""The text of a token; part of a character is bytes:\xe2, as in OpenAI's API, so that tokens stay
+        distinct.
+        """
+        text = self._texts[token]
         try:
-            return found.decode("utf-8")
+            return text.decode("utf-8")
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in text)
 
     def _pass(self, token: int) -> int:
-        """Where in the answer's text a token begins, in characters."""
+        """The offset of a token in the answer's text, in characters."""
         before = self._offset
         self._offset += len(self._decoder.push(token))
         return before

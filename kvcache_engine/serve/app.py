@@ -133,7 +133,7 @@ class _Service:
         except BaseException as error:
             trace.end(error)
             raise
-        if not isinstance(response, EventStream):  # which ends it when it is over itself
+        if not isinstance(response, EventStream):  # which ends the trace itself
             trace.end()
         return response
 
@@ -243,7 +243,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 def _health(engine: Engine, show_cached: bool) -> dict[str, Any]:
-    found = {
+    health = {
         "status": "ok",
         "running": len(engine.running),
         "waiting": len(engine.waiting),
@@ -251,6 +251,6 @@ def _health(engine: Engine, show_cached: bool) -> dict[str, Any]:
         "limit": engine.limit,
     }
     if not show_cached:  # all of these reveal how much of a prompt was cached
-        return found
+        return health
     reused = {"reused": asdict(engine.prefix.stats), "kept_bytes": engine.prefix.nbytes}
-    return {**found, "statistics": asdict(engine.statistics), **reused}
+    return {**health, "statistics": asdict(engine.statistics), **reused}

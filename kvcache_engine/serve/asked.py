@@ -104,26 +104,26 @@ class Fields:
     """The fields of a JSON object; each is checked as it is read. ApiError names the one that is wrong."""
 
     def __init__(self, body: bytes, defaults: Mapping[str, Any] | None = None) -> None:
-        """``defaults``: numbers by the names of the fields that a request may leave out."""
+        """``defaults``: numbers by the names of the fields that a request may omit."""
         self._defaults = defaults or {}
         try:
             text = body.decode("utf-8")
-            found = json.loads(text)
+            content = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"the body is not valid JSON ({error})") from None
-        if not isinstance(found, dict):
+        if not isinstance(content, dict):
             raise ApiError(400, "the body must be a JSON object")
-        if "\\u" in text:  # the only way to half of a surrogate pair
-            for name, value in found.items():
+        if "\\u" in text:  # the only source of half of a surrogate pair
+            for name, value in content.items():
                 _check_unicode(name, value)
-        self._found: Mapping[str, Any] = found
+        self._fields: Mapping[str, Any] = content
 
     def raw(self, name: str) -> Any:
-        return self._found.get(name)
+        return self._fields.get(name)
 
     def model(self, served: str) -> None:
-        """There is one model; a request names it, or none."""
-        name = self._found.get("model")
+        """Check the model's name; it may be absent."""
+        name = self._fields.get("model")
         if name not in (None, served):
             message = f"The model '{str(name)[:_SHOWN]}' does not exist; there is {served}"
             raise ApiError(404, message, "model", "model_not_found")
@@ -152,8 +152,8 @@ class Fields:
         return str(self._read(name, "", fits, f"a string of 1 to {most} characters"))
 
     def stops(self) -> tuple[str, ...]:
-        found = self._found.get("stop")
-        stops = () if found is None else (found,) if isinstance(found, str) else found
+        value = self._fields.get("stop")
+        stops = () if value is None else (value,) if isinstance(value, str) else value
         if (
             not isinstance(stops, (list, tuple))
             or len(stops) > 4
@@ -164,8 +164,8 @@ class Fields:
 
     def includes_usage(self) -> bool:
         """Whether a stream ends with its usage, which is the only supported field of ``stream_options``."""
-        found = self._found.get("stream_options")
-        options = {} if found is None else found
+        stream_options = self._fields.get("stream_options")
+        options = {} if stream_options is None else stream_options
         idle = isinstance(options, dict) and not any(
             value for name, value in options.items() if name != "include_usage"
         )
@@ -177,7 +177,7 @@ class Fields:
 
     def refuse(self, served: Collection[str]) -> None:
         """Refuse unsupported fields by name, rather than ignore them."""
-        for name, value in self._found.items():
+        for name, value in self._fields.items():
             if value is None or name in served or name in _NO_MATTER:
                 continue
             if not any(_same(value, idle) for idle in _IDLE.get(name, ())):
@@ -187,7 +187,7 @@ class Fields:
                 )
 
     def _read(self, name: str, default: Any, fits: Callable[[Any], bool], what: str) -> Any:
-        value = self._found.get(name)
+        value = self._fields.get(name)
         if value is None:
             return self._defaults.get(name, default)
         if not fits(value):
@@ -256,52 +256,54 @@ def parse_next_use(fields: Fields) -> float | None:
     return None if fields.raw("next_use") is None else fields.number("next_use", 0, 0, 1e9)
 
 
-def parse_retention(found: Any) -> Retention | None:
+def parse_retention(ranges: Any) -> Retention | None:
     """Ranges of tokens, each with some of begin, end, priority and duration."""
-    if found is None:
+    if ranges is None:
         return None
     names = {"begin", "end", "priority", "duration"}
-    if not isinstance(found, list) or not all(isinstance(each, dict) and {*each} <= names for each in found):
+    if not isinstance(ranges, list) or not all(
+        isinstance(each, dict) and {*each} <= names for each in ranges
+    ):
         raise ApiError(
             400,
             "'cache_retention' must be an array of objects with begin, end, priority and duration",
             "cache_retention",
         )
-    if any(isinstance(value, int) and value > _LARGEST for each in found for value in each.values()):
+    if any(isinstance(value, int) and value > _LARGEST for each in ranges for value in each.values()):
         raise ApiError(400, f"'cache_retention' has a number above {_LARGEST}", "cache_retention")
     try:
-        return Retention([TokenRange(**each) for each in found])
+        return Retention([TokenRange(**each) for each in ranges])
     except InvalidRangeError as error:
         raise ApiError(400, f"'cache_retention': {error}", "cache_retention") from None
 
 
-def _prompts(found: Any) -> list[Prompt]:
+def _prompts(prompt: Any) -> list[Prompt]:
     """A text, texts, token ids, or lists of token ids."""
-    if isinstance(found, str):
-        return [Text(found)]
-    if isinstance(found, list) and found:
-        if all(isinstance(item, str) for item in found):
-            return [Text(item) for item in found]
-        if all(type(item) is int for item in found):
-            return [found]
+    if isinstance(prompt, str):
+        return [Text(prompt)]
+    if isinstance(prompt, list) and prompt:
+        if all(isinstance(item, str) for item in prompt):
+            return [Text(item) for item in prompt]
+        if all(type(item) is int for item in prompt):
+            return [prompt]
         if all(
-            isinstance(item, list) and item and all(type(token) is int for token in item) for item in found
+            isinstance(item, list) and item and all(type(token) is int for token in item) for item in prompt
         ):
-            return list(found)
+            return list(prompt)
     raise ApiError(
         400, "'prompt' must be a non-empty string, or a non-empty array of strings or of token ids", "prompt"
     )
 
 
-def _message(found: Any, i: int) -> dict[str, str]:
+def _message(message: Any, i: int) -> dict[str, str]:
     where = f"messages[{i}]"
-    if not isinstance(found, dict) or not isinstance(found.get("role"), str):
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ApiError(400, f"'{where}' must be an object with a role and a content", where)
-    for name, value in found.items():
+    for name, value in message.items():
         if name not in ("role", "content", "name") and value not in (None, "", [], {}):
             what = f"{where}.{name[:_SHOWN]}"
             raise ApiError(400, f"'{what}' is not supported by this server", what, "unsupported_parameter")
-    content = found.get("content")
+    content = message.get("content")
     if isinstance(content, list):
         parts = [_text(part) for part in content]
         if None in parts:
@@ -309,18 +311,18 @@ def _message(found: Any, i: int) -> dict[str, str]:
         content = "".join(part for part in parts if part is not None)
     if not isinstance(content, str):
         raise ApiError(400, f"'{where}.content' must be a string", where)
-    name = found.get("name")
-    return {"role": found["role"], "content": content, **({"name": name} if isinstance(name, str) else {})}
+    name = message.get("name")
+    return {"role": message["role"], "content": content, **({"name": name} if isinstance(name, str) else {})}
 
 
 def _text(part: Any) -> str | None:
-    """The text of a part of a message's content; None for an image, a sound, or no part at all."""
-    found = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-    return found if isinstance(found, str) else None
+    """The text of a part of a message's content; None for an image, a sound, or an invalid part."""
+    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+    return text if isinstance(text, str) else None
 
 
 def _same(value: Any, idle: Any) -> bool:
-    """As JSON has it: 0 is 0.0, and not false."""
+    """JSON equality: 0 equals 0.0, but not false."""
     return bool(value == idle) and isinstance(value, bool) == isinstance(idle, bool)
 
 

@@ -1,4 +1,4 @@
-"""Connections within limits: of time for what a client sends, and of number, as descriptors run out."""
+"""Limits for connections: the time for a client to send, and their number, since descriptors are limited."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ __all__ = ["GuardedProtocol", "Shedding", "descriptors"]
 log = logging.getLogger("kvcache_engine.serve")
 
 AGAIN: Final = 60.0
-"""Seconds until it is said again that descriptors run out."""
+"""Seconds between two warnings about descriptors."""
 _LEAST, _ANY, _SPARE = 4, 1 << 30, 128
 
 
 class Shedding:
-    """Closes connections where there are more than ``most``, first those that wait for clients longest."""
+    """Closes connections if there are more than ``most``, first those that have waited longest for their
+    client.
+    """
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._told = -AGAIN
+        self._warned_at = -AGAIN
 
     def make_room(self, connections: set[Any], most: int | None = None) -> None:
-        """Close until ``most`` are left (None: as ever), if so many have no whole request."""
+        """Close connections without a complete request until ``most`` are left (None: the usual limit)."""
         most = self.most if most is None else most
         if len(connections) <= most:
             return
@@ -39,12 +41,12 @@ class Shedding:
         self.tell()
 
     def tell(self) -> None:
-        """Once in a while, however often it happens."""
-        if time.monotonic() - self._told >= AGAIN:
-            self._told = time.monotonic()
+        """Log a warning, but not too often."""
+        if time.monotonic() - self._warned_at >= AGAIN:
+            self._warned_at = time.monotonic()
             log.warning(
-                "more than %d connections, as many as the limit of open files (ulimit -n) leaves room for: "
-                "those are closed that have waited longest for their client",
+                "more than %d connections, the most that the limit of open files (ulimit -n) allows: closing "
+                "those that have waited longest for their client",
                 self.most,
             )
 
@@ -52,7 +54,7 @@ class Shedding:
 class GuardedProtocol(H11Protocol):
     """Closes a connection whose client does not send the head of a request within ``timeout`` seconds.
 
-    uvicorn itself stops counting at the first byte.
+    uvicorn's own timeout ends at the first byte.
     """
 
     def __init__(self, *args: Any, timeout: float, shedding: Shedding, **options: Any) -> None:
@@ -60,16 +62,16 @@ class GuardedProtocol(H11Protocol):
         self._timeout, self._shedding = timeout, shedding
         self._timer: asyncio.TimerHandle | None = None
         self.since = time.monotonic()
-        """When its client's turn to send began."""
+        """The time since which the server has waited for the client."""
 
     @property
     def awaited(self) -> bool:
-        """Whether its client has still to send something: no request is whole."""
+        """Whether the server waits for its client, since no request is complete."""
         return not self._asked or self.cycle.more_body
 
     @property
     def _asked(self) -> bool:
-        """Whether there is a request, with a head at least, that is not answered."""
+        """Whether there is an unanswered request with at least a complete head."""
         cycle: Any = self.cycle  # None before the first
         return cycle is not None and not cycle.response_complete
 
@@ -88,7 +90,7 @@ class GuardedProtocol(H11Protocol):
             self._stop()
 
     def on_response_complete(self) -> None:
-        self._wait()  # before a request that is there already is begun
+        self._wait()  # before an already received request begins
         super().on_response_complete()
 
     def _wait(self) -> None:
@@ -107,9 +109,8 @@ class GuardedProtocol(H11Protocol):
 
 
 def descriptors() -> tuple[int, int]:
-    """How many connections the limit of open files leaves room for, and how many descriptors are to spare.
-
-    Beside what is open now, for what stores open, and for connections that are about to be closed.
+    """The number of connections that the limit of open files allows, and the number of spare descriptors,
+    beyond those open now, those for stores, and connections about to be closed.
     """
     if os.name != "posix":
         return _ANY, _SPARE

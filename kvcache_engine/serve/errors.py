@@ -1,4 +1,4 @@
-"""Refusals, in the form in which OpenAI's clients read them."""
+"""Errors in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ __all__ = ["ApiError"]
 
 
 class ApiError(Exception):
-    """``status``, ``headers`` and what the body says; ``param`` is the field that is wrong."""
+    """An error response: ``status``, ``headers`` and the content of the body; ``param`` is the invalid
+    field.
+    """
 
     def __init__(
         self,

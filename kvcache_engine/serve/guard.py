@@ -18,7 +18,7 @@ from kvcache_engine.serve.errors import ApiError
 __all__ = ["HostGuard", "KeyGuard", "check_json", "has_key", "hosts_of", "is_loopback"]
 
 OPEN = ("/health",)
-"""Paths that need no key: a probe has none."""
+"""Paths that need no key, for health probes."""
 
 
 class KeyGuard:
@@ -59,7 +59,7 @@ class HostGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         host = Headers(scope=scope).get("host") if scope["type"] == "http" else None
-        if host is None or self._allows(host):  # HTTP/1.0, of no browser, may have none
+        if host is None or self._allows(host):  # HTTP/1.0, which browsers do not use, may have none
             await self._app(scope, receive, send)
             return
         message = f"the host {host[:200]!r} is not served; allow it with --allowed-host"
@@ -71,10 +71,8 @@ class HostGuard:
 
 
 def hosts_of(host: str) -> list[str]:
-    """By which names a server that listens on ``host`` is called: its own, and those of this machine.
-
-    One that listens on all addresses is called by any address: a page that is loaded by one is of whoever
-    has it.
+    """The allowed Host names of a server that listens on ``host``: that name, and those of this machine. A
+    server on all addresses allows any IP address: a page loaded from an IP address belongs to its owner.
     """
     address = _address(host)
     if address is None:
@@ -89,29 +87,31 @@ def is_loopback(host: str) -> bool:
 
 
 def has_key(headers: Headers, api_key: str | None) -> bool:
-    """Whether a request has the key, if there is one; it takes as long whatever is wrong with it."""
+    """Whether a request has the key, if one is required; compared in constant time."""
     if api_key is None:
         return True
-    given = headers.getlist("authorization")
-    scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+    headers_sent = headers.getlist("authorization")
+    scheme, _, key = headers_sent[0].partition(" ") if len(headers_sent) == 1 else ("", "", "")
     digests = (hashlib.sha256(text.encode("utf-8", "replace")).digest() for text in (key.strip(), api_key))
     return hmac.compare_digest(*digests) and scheme.lower() == "bearer"
 
 
 def check_json(headers: Headers) -> None:
-    """Refuse a body that is not said to be JSON: a page of another site may send that one unasked."""
+    """Refuse a body without a JSON content type, which a page of another site could send without
+    permission.
+    """
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, f"the content type is {kind[:200]!r}; it must be application/json")
 
 
 def _closing(error: ApiError) -> JSONResponse:
-    """Whose connection ends with it: how its body is to be read is not certain, or does not matter."""
+    """A response that closes the connection, since the end of the body is uncertain or irrelevant."""
     return JSONResponse(error.body(), error.status, {**error.headers, "connection": "close"})
 
 
 def _name(host: str) -> str:
-    """A host as it is compared: without port, final dot and capitals, an address as Python writes it."""
+    """A normalized host: without port and final dot, in lower case; addresses in Python's form."""
     name = host.lower()
     if _address(name) is None:
         name = name[1 : name.find("]")] if name.startswith("[") else name.rpartition(":")[0] or name

@@ -1,4 +1,4 @@
-"""The page at /: what this is, and how to ask it."""
+"""The page at /: a description of the server, with an example request."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ together.</p>
 
 
 def index_page(name: str, version: str, limit: int, url: str, paths: dict[str, str]) -> str:
-    """``paths`` say what each path is for; ``url`` is that of the page, with a slash behind it."""
+    """``paths`` maps each path to its description; ``url`` is that of the page, with a trailing slash."""
     rows = "\n".join(
         f"<tr><td><code>{html.escape(path)}</code></td><td>{html.escape(what)}</td></tr>"
         for path, what in paths.items()

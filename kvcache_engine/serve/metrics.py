@@ -32,7 +32,7 @@ Family = CounterMetricFamily | GaugeMetricFamily
 
 
 class Metrics:
-    """Times the requests of ``worker``, which it observes, and reads the counts of its engine.
+    """Observes the requests of ``worker`` to record times, and reads the counts of its engine.
 
     Without ``show_cached``, metrics that reveal how much was reused are omitted.
     """
@@ -41,9 +41,9 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(worker, name, show_cached))
 
-        def histogram(what: str, told: str, buckets: tuple[float, ...]) -> Histogram:
+        def histogram(what: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
             metric = Histogram(
-                f"kvcache:{what}", told, ["model_name"], registry=self._registry, buckets=buckets
+                f"kvcache:{what}", help_text, ["model_name"], registry=self._registry, buckets=buckets
             )
             return metric.labels(name)
 
@@ -72,11 +72,13 @@ class Metrics:
         worker.observers.append(self.observe)
 
     def exposed(self) -> bytes:
-        """In Prometheus's text form. Waits for the engine's next pause: not for the loop that serves."""
+        """The metrics in Prometheus's text format. Waits until the engine is between passes, so do not call
+        it in the event loop.
+        """
         return generate_latest(self._registry)
 
     def observe(self, ticket: Ticket, event: EngineEvent) -> None:
-        """Called in the worker's thread, with what happens to each request."""
+        """Called in the worker's thread for each event of a request."""
         now = time.monotonic()
         if isinstance(event, Started):
             assert ticket.lookup is not None
@@ -98,7 +100,7 @@ class Metrics:
 
 
 def _always(engine: Engine) -> Iterator[Family]:
-    """Read in the worker's thread, as all that an engine counts."""
+    """Metrics read in the worker's thread, like all counts of the engine."""
     statistics = engine.statistics
     yield _gauge("num_requests_running", "Requests that are running.", len(engine.running))
     yield _gauge("num_requests_waiting", "Requests that are waiting.", len(engine.waiting))
@@ -112,7 +114,7 @@ def _always(engine: Engine) -> Iterator[Family]:
 
 
 def _of_reuse(engine: Engine) -> Iterator[Family]:
-    """What a client could learn from what others have asked."""
+    """Metrics from which a client could infer others' requests."""
     prefix = engine.prefix
     reused = prefix.stats
     local = reused.live + reused.device + reused.host
@@ -135,7 +137,7 @@ def _of_reuse(engine: Engine) -> Iterator[Family]:
     yield _counter("prefix_cache_queries", "Prompt tokens that were looked up.", reused.tokens)
     yield _counter("prefix_cache_hits", "Prompt tokens found in the cache or in host memory.", local)
     if has_stores(engine):
-        # The last token of a prompt is computed whatever there is.
+        # The last token of a prompt is always computed.
         asked = reused.tokens - reused.sessions - local - reused.spared
         yield _counter("external_prefix_cache_queries", "Prompt tokens looked up in stores.", asked)
         yield _counter("external_prefix_cache_hits", "Prompt tokens found in stores.", reused.store)
@@ -167,7 +169,7 @@ class _EngineCollector(Collector):
         self._worker, self._name, self._show_cached = worker, name, show_cached
 
     def describe(self) -> Iterable[Family]:
-        """Nothing: what there is depends on the engine, and registering does not ask it."""
+        """Empty: the metrics depend on the engine, which registering must not query."""
         return ()
 
     def _read(self, engine: Engine) -> list[Family]:
@@ -175,8 +177,8 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Family]:
         families = self._worker.post(self._read).result()
-        told = "Requests refused (429), timed out (504), or cancelled by the client."
-        families.append(_counter("requests_dropped", told, self._worker.dropped, "why"))
+        help_text = "Requests refused (429), timed out (504), or cancelled by the client."
+        families.append(_counter("requests_dropped", help_text, self._worker.dropped, "why"))
         if self._show_cached and (kept := _bytes_in_stores(self._worker.engine.prefix.stores)):
             families.append(_gauge("store_bytes", "Bytes of entries by store.", kept, "store"))
         for family in families:
@@ -186,21 +188,21 @@ class _EngineCollector(Collector):
 
 
 def _bytes_in_stores(stores: Sequence[SnapshotStore]) -> dict[str, int]:
-    """By the place of the store; of those that know without a question to another machine."""
-    found = {}
+    """By location of the store, for stores that know their size without a network request."""
+    sizes = {}
     for i, store in enumerate(stores):
         if isinstance(store, (FileStore, MemoryStore)):
-            with contextlib.suppress(StoreError, OSError):  # it failed, or is closed already
-                found[str(i)] = store.usage().nbytes
-    return found
+            with contextlib.suppress(StoreError, OSError):  # it failed or is already closed
+                sizes[str(i)] = store.usage().nbytes
+    return sizes
 
 
-def _counter(name: str, told: str, value: float | Mapping[str, int], label: str = "") -> Family:
-    return _filled(CounterMetricFamily(f"kvcache:{name}", told, labels=[label] if label else []), value)
+def _counter(name: str, help_text: str, value: float | Mapping[str, int], label: str = "") -> Family:
+    return _filled(CounterMetricFamily(f"kvcache:{name}", help_text, labels=[label] if label else []), value)
 
 
-def _gauge(name: str, told: str, value: float | Mapping[str, int], label: str = "") -> Family:
-    return _filled(GaugeMetricFamily(f"kvcache:{name}", told, labels=[label] if label else []), value)
+def _gauge(name: str, help_text: str, value: float | Mapping[str, int], label: str = "") -> Family:
+    return _filled(GaugeMetricFamily(f"kvcache:{name}", help_text, labels=[label] if label else []), value)
 
 
 def _filled(family: Family, value: float | Mapping[str, int]) -> Family:

@@ -22,9 +22,9 @@ class ServeOptions:
     every ``write_interval``. A client has ``client_timeout`` to send the head of a request, and from one part
     of its body to the next; then its connection is closed, or it gets 408.
 
-    ``api_key``: what requests must have as "Authorization: Bearer KEY", but for /health, which tells those
-    without it nothing but that the server is there (None: nobody needs one). ``allowed_hosts`` are names by
-    which clients may call the server beside those that ``host`` has on this machine; "*": any.
+    ``api_key``: the key that requests must send as "Authorization: Bearer KEY", except for /health, which
+    without it reports only that the server is running (None: no key). ``allowed_hosts``: Host names that
+    clients may use in addition to those of ``host`` and this machine; "*": any.
 
     ``show_cached``: answers, /health and /metrics report how many tokens were cached, from which a client can
     infer what others have asked.
@@ -47,7 +47,7 @@ class ServeOptions:
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """RequestError for a key that no header can have."""
+        """Raises RequestError for a key that is invalid in a header."""
         key = self.api_key
         if key is not None and not (key.strip() == key != "" and key.isascii() and key.isprintable()):
             raise RequestError("serve: the API key must be printable ASCII, without spaces around it")

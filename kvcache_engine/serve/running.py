@@ -68,17 +68,17 @@ def serve(
         config = configured(app, options, [where])
         told(memory_line(worker.engine))
         try:
-            with contextlib.suppress(KeyboardInterrupt), watched:  # it has ended in order
+            with contextlib.suppress(KeyboardInterrupt), watched:  # it has already shut down in order
                 told_ready = functools.partial(told, f"serving {name} on {_url(listening)}")
                 Server(config, worker, options.shutdown_timeout, told_ready).run([listening])
         finally:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one ends nothing half-written
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not interrupt writing
             if has_stores(worker.engine):
-                told("writing what is kept to the stores; Ctrl-C skips this")
+                told("writing kept prefixes to the stores; Ctrl-C skips this")
 
 
 def memory_line(engine: Engine) -> str:
-    """What an operator has to reckon with beside the weights, and of what that is the sum."""
+    """The memory needed in addition to the weights, and its parts."""
     names = {
         "copies": "copies beside it",
         "leaving": "on the way from the device",
@@ -93,13 +93,13 @@ def memory_line(engine: Engine) -> str:
             unlimited.append(names[name])
         else:
             limits[names[name]] = limit
-    told = ", ".join(f"{name} {bytes_text(limit)}" for name, limit in limits.items())
+    parts = ", ".join(f"{name} {bytes_text(limit)}" for name, limit in limits.items())
     more = "".join(f", {name} without a limit" for name in unlimited)
-    return f"beside the weights at most {bytes_text(sum(limits.values()))} of memory: {told}{more}"
+    return f"at most {bytes_text(sum(limits.values()))} of memory in addition to the weights: {parts}{more}"
 
 
 def configured(app: Any, options: ServeOptions, where: Sequence[str]) -> uvicorn.Config:
-    """``app`` for a Server at the addresses ``where``, with the limits that ``options`` set to clients."""
+    """The uvicorn config of ``app`` at the addresses ``where``, with the limits of ``options``."""
     hosts = [name for host in (options.host, *where) for name in hosts_of(host)]
     most, spare = descriptors()
     protocol: Any = functools.partial(
@@ -107,17 +107,16 @@ def configured(app: Any, options: ServeOptions, where: Sequence[str]) -> uvicorn
     )
     return uvicorn.Config(
         HostGuard(app, [*hosts, *options.allowed_hosts]), http=protocol, ws="none", lifespan="off",
-        backlog=max(1, spare // 4),  # asyncio accepts as many before it hands over the first
+        backlog=max(1, spare // 4),  # asyncio accepts this many before it passes on the first
         log_config=None, access_log=False,
         timeout_graceful_shutdown=math.ceil(options.shutdown_timeout + LAST_WORDS),
     )  # fmt: skip
 
 
 class Server(uvicorn.Server):
-    """Tells when it listens. Requests that are not over ``within`` seconds of its end are given up.
-
-    A connection that is closed has a second or two for what it is still to send: asyncio would wait for a
-    client that does not read for ever.
+    """A uvicorn server that reports when it listens. At shutdown, requests still running after ``within``
+    seconds are cancelled. Closed connections have a few seconds for remaining output, since asyncio would
+    wait forever for a client that does not read.
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class Server(uvicorn.Server):
         self._ready()
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """asyncio tells of each connection that it has no descriptor for; it tries again a second later."""
+        """asyncio reports each connection that it has no descriptor for; it tries again a second later."""
         error, limits = context.get("exception"), getattr(self.config.http, "keywords", {}).get("shedding")
         if isinstance(error, OSError) and error.errno in _NO_DESCRIPTORS and limits is not None:
             connections = self.server_state.connections
@@ -153,7 +152,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens no more; connections that have no request are closed, the others when theirs are over."""
+        """Stop listening; close connections without a request at once, the others when their request ends."""
         giving_up = asyncio.get_running_loop().call_later(self._within, self._worker.end_requests)
         try:
             await super().shutdown(sockets)
@@ -163,7 +162,7 @@ class Server(uvicorn.Server):
 
 @contextlib.contextmanager
 def _bound(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that has the address and does not listen yet: who connects is refused until it does."""
+    """A bound socket that does not listen yet, so that connections are refused until it does."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -188,14 +187,13 @@ def _url(listening: socket.socket) -> str:
 
 
 class _Ended(BaseException):
-    """A signal that ends the server, where uvicorn has not taken it."""
+    """A signal that ends the server while uvicorn does not handle it."""
 
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that what is kept goes to the stores.
-
-    uvicorn takes SIGTERM itself while it serves, and raises it anew when it has stopped.
+    """Make SIGTERM and SIGHUP end the block like Ctrl-C, so that kept content is written to the stores.
+    uvicorn handles SIGTERM itself while it serves, and raises it again when it has stopped.
     """
 
     def end(number: int, frame: object) -> None:
@@ -208,7 +206,7 @@ def _ended_by_signals() -> Iterator[None]:
     before: dict[int, Any] = {}
     for name, handler in wanted.items():
         number = getattr(signal, name, None)  # Windows has no SIGHUP
-        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             before[number] = signal.signal(number, handler)
     try:
         with contextlib.suppress(_Ended):

@@ -1,4 +1,4 @@
-"""An answer on its way: its events whole or one after another, until it is over or nobody wants it."""
+"""Sending answers, complete or as streams of events, until they end or the client disconnects."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ from kvcache_engine.serve.worker import Inbox, Stopped, Ticket
 __all__ = ["EventStream", "api_error", "cancel", "collect", "stream", "too_late", "while_there"]
 
 LAST_WORDS = 1.0
-"""Seconds for who reads slowly to read that it took too long."""
+"""Seconds for a slow client to receive the timeout error."""
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; however it ends, and if nobody has read the first, its requests are over.
-
-    Who has not read them a while after ``deadline`` is cut off. ``trace`` ends with it, and by the error
-    ``late`` where not all was answered in time.
+    """A response of server-sent events. Its requests end with it, however it ends, even if no event was read.
+    A client that has not read everything shortly after ``deadline`` is disconnected. ``trace`` ends with it,
+    with the error ``late`` if the answer was not complete in time.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class EventStream(StreamingResponse):
 async def stream(
     form: Form, asked: Asked, inbox: Inbox, count: int, deadline: float, late: ApiError
 ) -> AsyncIterator[bytes]:
-    """The events of ``count`` answers as they come; ``late`` where one is not there by ``deadline``."""
+    """The events of ``count`` answers as they arrive, then ``late`` if ``deadline`` passes."""
     try:
         async for part in _parts(form, asked, inbox, count, deadline):
             yield part
@@ -92,7 +91,7 @@ async def _parts(form: Form, asked: Asked, inbox: Inbox, count: int, deadline: f
 
 
 async def collect(inbox: Inbox, count: int) -> list[Finished]:
-    """The answers, when all are there; raises ApiError for one that failed."""
+    """All answers, when complete. Raises ApiError if one failed."""
     answers: dict[int, Finished] = {}
     async for choice, event in _events(inbox, count):
         if isinstance(event, Failed):
@@ -105,7 +104,9 @@ async def collect(inbox: Inbox, count: int) -> list[Finished]:
 async def _events(
     inbox: Inbox, count: int, deadline: float | None = None
 ) -> AsyncIterator[tuple[int, EngineEvent]]:
-    """Until each of ``count`` answers is over; TimeoutError where the next event is not there in time."""
+    """Events until each of ``count`` answers has ended. Raises TimeoutError if the next event does not arrive
+    in time.
+    """
     while count:
         async with asyncio.timeout_at(deadline):
             choice, event = await inbox.get()
@@ -114,7 +115,7 @@ async def _events(
 
 
 async def while_there(request: Request, work: Any) -> Any:
-    """The result of a coroutine; None where the client leaves before."""
+    """The result of a coroutine; None if the client disconnects first."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -136,17 +137,17 @@ def cancel(tickets: Sequence[Ticket], why: str) -> None:
 
 
 def why_over(deadline: float) -> str:
-    """Why a call is over of which not all is answered: the client leaves before the ``deadline``."""
+    """Why an incompletely answered call ended: the client disconnected, unless ``deadline`` has passed."""
     return "timeout" if asyncio.get_running_loop().time() >= deadline else "cancelled"
 
 
 def too_late(within: float) -> ApiError:
-    """Not to be tried again by itself, as OpenAI's clients do with other errors of a server."""
+    """The timeout error, marked so that OpenAI's clients do not retry it automatically."""
     message = f"the request was not answered within {within:g} seconds"
     return ApiError(504, message, code="timeout", headers={"x-should-retry": "false"})
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a request failed with; 503 where another try may go better."""
+    """The error of a failed request; 503 if a retry may succeed."""
     later = isinstance(error, (CacheFullError, Stopped))
     return ApiError(503 if later else 500, f"{type(error).__name__}: {error}")

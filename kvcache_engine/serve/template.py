@@ -17,7 +17,7 @@ __all__ = ["template_of"]
 
 _GGUF_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator",
                 "cls": "cls", "mask": "mask"}  # fmt: skip
-"""Special tokens, and how a GGUF file's metadata name and spell them."""
+"""Special tokens, and their names in GGUF metadata."""
 
 
 def template_of(path: Path) -> Template:
@@ -39,21 +39,21 @@ def template_of(path: Path) -> Template:
         special = {**_stored_tokens(metadata), **special}
         if source is None:
             source, file = metadata.get("tokenizer.chat_template"), path
-    if isinstance(source, list):  # several, each with a name
+    if isinstance(source, list):  # several named templates
         source = next((each.get("template") for each in source if each.get("name") == "default"), None)
     if not isinstance(source, str):
         return lambda messages: Text("\n".join(message["content"] for message in messages))
     try:
         compiled = _compiled(source)
-    except Exception as error:  # whatever a template makes of jinja
+    except Exception as error:  # templates may raise anything in jinja
         line = f", line {error.lineno}" if hasattr(error, "lineno") else ""
         raise ModelError(f"{file}: the chat template{line}: {error}") from error
 
     def render(messages: list[dict[str, str]]) -> Text:
-        given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+        variables = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
         try:
-            return Text(compiled.render(given, **special), bos=False)
-        except Exception as error:  # whatever a template makes of messages that it was not written for
+            return Text(compiled.render(variables, **special), bos=False)
+        except Exception as error:  # templates may raise anything for unexpected messages
             message = f"the model's chat template refuses the messages: {error}"
             raise ApiError(400, message, "messages") from None
 
@@ -61,13 +61,15 @@ def template_of(path: Path) -> Template:
 
 
 def _compiled(source: str) -> Any:
-    """With the names, filters and tags that chat templates are written for: those of transformers."""
+    """Compile with the names, filters and tags that chat templates expect, which are those of
+    transformers.
+    """
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """``{% generation %}`` marks what the assistant says, for training: here it is plain text."""
+        """``{% generation %}``, which marks the assistant's text for training, has no effect here."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -87,7 +89,7 @@ def _compiled(source: str) -> Any:
         separators: Any = None,
         sort_keys: bool = False,
     ) -> str:
-        """Jinja's own escapes HTML, and sorts."""
+        """A filter like Jinja's, which however escapes HTML and sorts keys."""
         return json.dumps(
             value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
         )
@@ -102,8 +104,8 @@ def _compiled(source: str) -> Any:
 
 
 def _config(file: Path) -> dict[str, Any]:
-    found = read_json(file) if file.is_file() else {}
-    return found if isinstance(found, dict) else {}
+    config = read_json(file) if file.is_file() else {}
+    return config if isinstance(config, dict) else {}
 
 
 def _read(file: Path) -> str:
@@ -114,7 +116,7 @@ def _read(file: Path) -> str:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Those that are set, by name: bos_token, pad_token, and a model's own."""
+    """The special tokens that are set, by name: bos_token, pad_token, and a model's own."""
     more = config.get("extra_special_tokens")
     named = {**config, **(more if isinstance(more, dict) else {})}
     texts = {

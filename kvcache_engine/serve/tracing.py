@@ -1,8 +1,6 @@
-"""OpenTelemetry spans of what is asked of the server; nothing where opentelemetry-api is not installed.
-
-Names of attributes are those of OpenTelemetry's semantic conventions for generative AI (gen_ai.*), and for
-latencies, which these lack, vLLM's. What was said is in no span. Times are taken by the engine anyway: a
-request's spans are made of them when it is over.
+"""OpenTelemetry spans of requests to the server; disabled if opentelemetry-api is not installed. Attributes
+are named by OpenTelemetry's semantic conventions for generative AI (gen_ai.*) and, for latencies, which these
+lack, as in vLLM. Spans contain no text. They are made from the engine's times when a request has ended.
 """
 
 from __future__ import annotations
@@ -23,17 +21,17 @@ if TYPE_CHECKING:
 __all__ = ["Begin", "Trace", "tracing"]
 
 Stage = tuple[str, float, float, dict[str, Any]]
-"""A span below that of the request: its name, from when until when (``time.monotonic``), attributes."""
+"""A child span of the request: its name, begin and end (``time.monotonic``), and attributes."""
 
 
 class Trace:
-    """What is told of one call of the API: what it asks for, and that it is over. This one keeps nothing."""
+    """The trace of one API call. This base class records nothing."""
 
     def asked(self, asked: Asked, tickets: Sequence[Ticket]) -> None:
-        """What was asked, and the answers on their way."""
+        """Record the parsed request, and the tickets of its answers."""
 
     def end(self, error: BaseException | None = None) -> None:
-        """It is over, by ``error`` where it was refused or given up. Called once."""
+        """End the trace, with ``error`` if the call was refused or cancelled. Called once."""
 
 
 Begin = Callable[[Mapping[str, str], bool], Trace]
@@ -41,7 +39,7 @@ Begin = Callable[[Mapping[str, str], bool], Trace]
 
 
 def tracing(model: str) -> Begin:
-    """Traces of calls that ``model`` answers, to the tracer provider that the process has set up."""
+    """Traces of calls to ``model``, for the tracer provider of the process."""
     try:
         from opentelemetry import trace
     except ModuleNotFoundError:
@@ -49,19 +47,19 @@ def tracing(model: str) -> Begin:
     tracer = trace.get_tracer("kvcache_engine.serve")
 
     def begin(headers: Mapping[str, str], chat: bool) -> Trace:
-        found = _Recorded(tracer, headers, "chat" if chat else "text_completion", model)
-        return found if found.recording else Trace()
+        recorded = _Recorded(tracer, headers, "chat" if chat else "text_completion", model)
+        return recorded if recorded.recording else Trace()
 
     return begin
 
 
 class _Recorded(Trace):
-    """The span of a call, as a server's, and when it is over those of its stages below it."""
+    """The server span of a call; its stages become child spans at the end."""
 
     def __init__(self, tracer: Tracer, headers: Mapping[str, str], operation: str, model: str) -> None:
         from opentelemetry import propagate, trace
 
-        outer = trace.get_current_span().get_span_context().is_valid  # of an application around this one
+        outer = trace.get_current_span().get_span_context().is_valid  # the span of an enclosing application
         self._tracer, self._trace = tracer, trace
         self._epoch = time.time_ns() - time.monotonic_ns()
         self._began = time.monotonic()
@@ -114,7 +112,7 @@ class _Recorded(Trace):
         self._tracer.start_span(name, below, attributes=attributes, start_time=start).end(self._at(until))
 
     def _usage(self) -> dict[str, Any]:
-        """Tokens in and out, each prompt once, as the answer has them."""
+        """The numbers of prompt and answer tokens, as in the response."""
         answers = [ticket.outcome for ticket in self._tickets]
         done = [answer for answer in answers if isinstance(answer, Finished)]
         prompts = [answer for answer in answers[:: self._choices] if isinstance(answer, Finished)]
@@ -128,7 +126,7 @@ class _Recorded(Trace):
         }
 
     def _fail(self, error: BaseException | None) -> None:
-        """Say what went wrong; a status of ERROR only where that was the server's doing, as for HTTP."""
+        """Record an error; the status is ERROR only for server errors, as in the conventions for HTTP."""
         failed = [ticket.outcome.error for ticket in self._tickets if isinstance(ticket.outcome, Failed)]
         status = error.status if isinstance(error, ApiError) else None
         if error is None and failed:
@@ -141,22 +139,22 @@ class _Recorded(Trace):
             self._span.set_attribute("error.type", "cancelled")
 
     def _at(self, moment: float) -> int:
-        """Nanoseconds since 1970."""
+        """A time in nanoseconds since 1970."""
         return self._epoch + int(moment * 1e9)
 
 
 def _stages(ticket: Ticket, now: float) -> Iterator[Stage]:
-    """What became of an answer, one stage after another, as far as it came by ``now``."""
-    found = ticket.lookup
-    yield "queue", ticket.asked, now if found is None else found.began, {}
-    if found is None:
+    """The stages of an answer, as far as it got by ``now``."""
+    lookup = ticket.lookup
+    yield "queue", ticket.asked, now if lookup is None else lookup.began, {}
+    if lookup is None:
         return
-    matched = found.began + found.match_seconds
-    tokens = sum(found.origins.values())
-    yield "prefix match", found.began, matched, {"kvcache.matched_tokens": tokens}
-    restored = matched + found.restore_seconds
+    matched = lookup.began + lookup.match_seconds
+    tokens = sum(lookup.origins.values())
+    yield "prefix match", lookup.began, matched, {"kvcache.matched_tokens": tokens}
+    restored = matched + lookup.restore_seconds
     if tokens:
-        origins = {f"kvcache.restored_tokens.{origin}": count for origin, count in found.origins.items()}
+        origins = {f"kvcache.restored_tokens.{origin}": count for origin, count in lookup.origins.items()}
         yield "restore", matched, restored, origins
     yield "prefill", restored, ticket.first or now, {}
     if ticket.first is not None:
@@ -164,13 +162,13 @@ def _stages(ticket: Ticket, now: float) -> Iterator[Stage]:
 
 
 def _latencies(tickets: Sequence[Ticket], now: float) -> dict[str, float]:
-    """Seconds from when the first answer was queued."""
+    """Latencies in seconds from the queueing of the first answer."""
     if not tickets:
         return {}
     asked = min(ticket.asked for ticket in tickets)
-    found = {"gen_ai.latency.e2e": now - asked}
+    latencies = {"gen_ai.latency.e2e": now - asked}
     if began := [ticket.lookup.began for ticket in tickets if ticket.lookup is not None]:
-        found["gen_ai.latency.time_in_queue"] = min(began) - asked
+        latencies["gen_ai.latency.time_in_queue"] = min(began) - asked
     if first := [ticket.first for ticket in tickets if ticket.first is not None]:
-        found["gen_ai.latency.time_to_first_token"] = min(first) - asked
-    return found
+        latencies["gen_ai.latency.time_to_first_token"] = min(first) - asked
+    return latencies

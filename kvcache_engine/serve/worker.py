@@ -1,4 +1,4 @@
-"""The engine in a thread of its own, and its events in asyncio.
+"""Runs the engine in a thread, and passes its events to asyncio.
 
 Everything that uses the model and the cache happens in that thread. Coroutines submit calls through a queue,
 which the thread executes between two steps. Events are returned through the caller's event loop.
@@ -58,21 +58,23 @@ class Ticket:
     def __init__(self, worker: Worker, inbox: Inbox, choice: int) -> None:
         self._worker, self._inbox, self._choice = worker, inbox, choice
         self.asked = self.last = time.monotonic()
-        """When it was put in, and when its last token came."""
+        """The times of its submission and of its last token."""
         self.first: float | None = None
-        """When its first token came."""
+        """The time of its first token."""
         self._loop = asyncio.get_running_loop()
         self.request: Request | None = None
         self.outcome: Finished | Failed | None = None
-        """How it ended; None while it has not, and where it was given up."""
+        """How it ended; None while it runs, and if it was cancelled."""
 
     @property
     def lookup(self) -> Lookup | None:
-        """How its request came by its prefix; None while it waits."""
+        """The lookup of its request's prefix; None while it waits."""
         return None if self.request is None else self.request.lookup
 
     def cancel(self, why: str) -> None:
-        """No more events; of one that is over nothing changes. ``why``: what it is counted as."""
+        """Cancel the answer and its events; no effect after its end. ``why``: the reason under which it is
+        counted.
+        """
         self._worker.post(lambda engine: self._worker.forget(self, why))
 
     def deliver(self, event: EngineEvent) -> None:
@@ -82,10 +84,9 @@ class Ticket:
 
 
 class _Keeper:
-    """Has the stores given, every ``interval`` seconds, what they did not take when it was computed.
-
-    A part at a time between two passes, and nobody waits for a store. Where one takes nothing, it is
-    tried less and less often.
+    """Offers the stores, every ``interval`` seconds, what they did not accept earlier. It submits a part at a
+    time between two passes, without waiting for a store. A store that accepts nothing is tried less and less
+    often.
     """
 
     def __init__(self, engine: Engine, interval: float) -> None:
@@ -97,7 +98,7 @@ class _Keeper:
 
     @property
     def wait(self) -> float | None:
-        """Seconds until there is something to do; None: there are no stores."""
+        """Seconds until the next offer; None without stores."""
         left = max(0.0, self._due - time.monotonic())
         return min(threading.TIMEOUT_MAX, left) if self._stored else None
 
@@ -108,7 +109,7 @@ class _Keeper:
         try:
             more = self._prefix.write_through(PART)
         except Exception as error:
-            log.exception("what is kept was not given to the stores: %s", error)
+            log.exception("kept content was not submitted to the stores: %s", error)
             more = False
         if more:
             self._due = time.monotonic() + BETWEEN_PARTS
@@ -119,7 +120,7 @@ class _Keeper:
 
 
 def has_stores(engine: Engine) -> bool:
-    """Whether what is kept goes to stores."""
+    """Whether the engine has stores."""
     return "writing" in engine.prefix.nbytes
 
 
@@ -136,10 +137,10 @@ class Worker:
         self._make = make
         self._options = options or ServeOptions()
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        """What is to be done in the thread, each with its result; None at the end."""
+        """Calls to execute in the thread, with their futures; None at the end."""
         self._tickets: dict[int, Ticket] = {}
         self._ends: deque[float] = deque(maxlen=16)
-        """When the last requests ended."""
+        """The end times of the latest requests."""
         self._ending = False
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._ready: Future[Engine] = Future()
@@ -148,9 +149,9 @@ class Worker:
         self.idle = threading.Event()
         """Set while no request is running or waiting."""
         self.dropped = {"refused": 0, "timeout": 0, "cancelled": 0}
-        """Requests that did not begin or did not end, by why."""
+        """The numbers of requests that were not started or not finished, by reason."""
         self.observers: list[Callable[[Ticket, EngineEvent], None]] = []
-        """Called in the worker's thread with what happens to each request; they must not raise."""
+        """Called in the worker's thread for each event of a request; they must not raise."""
 
     def __enter__(self) -> Self:
         """Returns when the model is loaded; raises errors of loading it."""
@@ -210,8 +211,8 @@ class Worker:
             if len(engine.waiting) + len(engine.running) >= self.room:
                 self.dropped["refused"] += answers
                 waiting = self._options.max_waiting
-                found = f"{waiting} requests are waiting" if waiting else "no sequence is free"
-                raise Overloaded(f"{found}; try again later", self._pause())
+                reason = f"{waiting} requests are waiting" if waiting else "no sequence is free"
+                raise Overloaded(f"{reason}; try again later", self._pause())
             ticket.request = engine.submit(
                 tokens,
                 settings,
@@ -226,7 +227,7 @@ class Worker:
         try:
             await asyncio.shield(pending)
         except asyncio.CancelledError:
-            # The call is made all the same, and then taken back.
+            # The call is still executed, then undone.
             self.post(lambda engine: self.forget(ticket, "timeout", answers))
             raise
         return ticket
@@ -244,7 +245,7 @@ class Worker:
         self.post(call)
 
     def forget(self, ticket: Ticket, why: str, answers: int = 1) -> None:
-        """End a request, and count it as so many; in the worker's thread."""
+        """End a request and add it to a count; called in the worker's thread."""
         request = ticket.request
         if request is not None and self._tickets.pop(request.id, None) is not None:
             self.dropped[why] += answers * self.engine.cancel(request)
@@ -270,12 +271,12 @@ class Worker:
                 self._dispatch(Failed(number, Stopped("the engine has stopped")))
 
     def _refuse_calls(self) -> None:
-        """Let nobody wait for what will not be done."""
+        """Fail the remaining calls, so that no caller waits for them."""
         with contextlib.suppress(queue.Empty):
             while True:
-                found = self._calls.get_nowait()
-                if found is not None and found[1].set_running_or_notify_cancel():
-                    found[1].set_exception(Stopped("the engine has stopped"))
+                call = self._calls.get_nowait()
+                if call is not None and call[1].set_running_or_notify_cancel():
+                    call[1].set_exception(Stopped("the engine has stopped"))
 
     def _serve(self, engine: Engine) -> None:
         keeper = _Keeper(engine, self._options.write_interval)
@@ -285,18 +286,17 @@ class Worker:
                 events = engine.step()
             except Exception as error:
                 log.exception(
-                    "a pass failed, and its requests are given up: %s: %s", type(error).__name__, error
+                    "a pass failed, and its requests are cancelled: %s: %s", type(error).__name__, error
                 )
-                # A model that fails once would fail them again and again.
+                # A model that failed once would fail them again.
                 before = engine.take_events()
                 events = before + self._fail(engine, engine.running or engine.waiting, error)
             for event in events:
                 self._dispatch(event)
 
     def _take_calls(self, engine: Engine, longest: float | None) -> bool:
-        """Make the calls that have come; False at the end.
-
-        Where there is nothing to do it waits for one, ``longest`` seconds at most.
+        """Execute the queued calls; returns False at the end. If there is nothing else to do, waits for one,
+        at most ``longest`` seconds.
         """
         while True:
             if engine.busy:
@@ -304,15 +304,15 @@ class Worker:
             else:
                 self.idle.set()
             try:
-                found = self._calls.get(block=not engine.busy, timeout=longest)
+                queued = self._calls.get(block=not engine.busy, timeout=longest)
             except queue.Empty:
                 return True
-            if found is None:
+            if queued is None:
                 return False
             self.idle.clear()
-            call, done = found
+            call, done = queued
             if not done.set_running_or_notify_cancel():
-                continue  # nobody waits for it any more
+                continue  # cancelled by its caller
             try:
                 done.set_result(call(engine))
             except BaseException as error:
@@ -325,20 +325,20 @@ class Worker:
         return [Failed(request.id, error) for request in requests]
 
     def _pause(self) -> int:
-        """Seconds until a place is free, by how far apart the last requests ended: 1 to 60."""
+        """The estimated seconds until a place is free, from the intervals between recent ends: 1 to 60."""
         if len(self._ends) < 2:
             return 1
         return min(60, math.ceil((self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)) or 1)
 
     def _dispatch(self, event: EngineEvent) -> None:
         if isinstance(event, (Finished, Failed)):
-            found = self._tickets.pop(event.request, None)
+            ticket = self._tickets.pop(event.request, None)
             self._ends.append(time.monotonic())
-            if found is not None:
-                found.outcome = event
+            if ticket is not None:
+                ticket.outcome = event
         else:
-            found = self._tickets.get(event.request)
-        if found is not None:
+            ticket = self._tickets.get(event.request)
+        if ticket is not None:
             for observe in tuple(self.observers):
-                observe(found, event)
-            found.deliver(event)
+                observe(ticket, event)
+            ticket.deliver(event)

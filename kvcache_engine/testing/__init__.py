@@ -1,6 +1,6 @@
-"""The engine's suite for a backend: the bundled model must say what it says on NumPy.
+"""The engine's suite for a backend: the bundled model must give the same answer as on NumPy.
 
     pytest --pyargs kvcache_engine.testing --ml-backend=NAME
 
-or, beside the other suites, ``kvcache conformance NAME``.
+or, with the other suites, ``kvcache conformance NAME``.
 """

@@ -1,4 +1,4 @@
-"""A whole model through a cache: what the bundled one says, on this backend and on NumPy."""
+"""A complete model with a cache: the answer of the bundled one on this backend and on NumPy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ml.testing.harness import needs
 PROMPT = (1, 298, 261, 344, 818, 323, 692, 14, 545, 14, 1461, 774, 323, 261, 503, 271, 434, 14, 270, 442)
 """And the LORD spake unto Moses, saying, Speak unto the children of Israel, and say
 
-Its answer has no close call: the logit of the best token is ahead of the second by 0.18 and more.
+Its answer is unambiguous: the best token's logit exceeds the second by at least 0.18.
 """
 TOKENS = 20
 

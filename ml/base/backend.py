@@ -39,7 +39,7 @@ class Storage:
             backend.allocations[id(self)] = (device, nbytes)
 
     def __del__(self) -> None:
-        if hasattr(self, "backend"):  # an interrupt may come before __init__ begins
+        if hasattr(self, "backend"):  # an interrupt may occur before __init__ begins
             self.backend.allocations.pop(id(self), None)
 
 
@@ -107,7 +107,9 @@ class BaseBackend(ABC):
         return DeviceMemory(device.name, allocated)
 
     def close(self) -> None:
-        """Refuse all further operations. A backend calls this first, then frees what tensors still hold."""
+        """Refuse all further operations. A backend calls this first, then frees the storages that tensors
+        still refer to.
+        """
         self.closed = True
 
     def check(self, op: str) -> None:

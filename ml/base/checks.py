@@ -72,8 +72,8 @@ def as_host(op: str, array: Any) -> np.ndarray:
     except (TypeError, RuntimeError) as error:  # a framework's tensor that NumPy cannot read
         kind = f"{type(array).__module__}.{type(array).__name__}"
         raise DTypeError(
-            f"{op}: NumPy cannot read a {kind}: {error}; pass an array of NumPy, or call ctx.from_native for "
-            "one of the backend's own framework"
+            f"{op}: NumPy cannot read a {kind}: {error}; pass a NumPy array, or call ctx.from_native for an "
+            "array of the backend's own framework"
         ) from error
     return host if host.dtype.isnative else host.astype(host.dtype.newbyteorder("="))
 
@@ -105,7 +105,7 @@ def cast_host(host: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def flat(values: tuple[Any, ...]) -> tuple[int, ...]:
-    """Axes or sizes, given one by one or as one sequence."""
+    """Axes or sizes, passed one by one or as one sequence."""
     return tuple(values[0]) if len(values) == 1 and isinstance(values[0], (tuple, list)) else values
 
 
@@ -149,8 +149,8 @@ def check_attention(
     if keys[-1] != head_dim or values[:-1] != keys[:-1] or (batched and keys[0] != asked[0]):
         batch = f"{asked[0]}, " if batched else ""
         raise ShapeError(
-            f"{op}: query {asked}, key {keys}, value {values}; key has to be "
-            f"({batch}history, kv_heads, {head_dim}) and value ({batch}history, kv_heads, v_dim)"
+            f"{op}: query {asked}, key {keys}, value {values}; key must be ({batch}history, kv_heads, "
+            f"{head_dim}) and value ({batch}history, kv_heads, v_dim)"
         )
     if kv_heads == 0 or heads % kv_heads:
         raise ShapeError(
@@ -165,7 +165,7 @@ def check_attention(
         )
     if backend is not None and query.dtype is not key.dtype:
         raise DTypeError(
-            f"{op}: query {query.dtype!r}, key {key.dtype!r}; they must have one dtype, cast the query"
+            f"{op}: query {query.dtype!r}, key {key.dtype!r}; they must have the same dtype; cast the query"
         )
     if mask is not None:
         check_mask(op, mask, tokens, history, asked[0] if batched else None)

@@ -1,4 +1,4 @@
-"""The Group contract: checks before, and errors after, a framework's communication between processes."""
+"""The Group contract: argument checks and errors around a framework's communication between processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class BaseGroup(ABC):
 
     @abstractmethod
     def _barrier(self) -> None:
-        """Return when every rank has come."""
+        """Return when every rank has arrived."""
 
     def _close(self) -> None:
         """Release the framework's group."""
@@ -77,7 +77,7 @@ class BaseGroup(ABC):
         self._check("all_reduce", ctx, tensor)
         if tensor.dtype not in SUMMED:
             known = ", ".join(dtype.name for dtype in SUMMED)
-            raise DTypeError(f"all_reduce: a tensor of {tensor.dtype!r}; sums are of {known}: cast it")
+            raise DTypeError(f"all_reduce: a tensor of {tensor.dtype!r}; sums support {known}; cast it")
         if 0 in tensor.shape:
             return self._copy(ctx, tensor)
         return self._all_reduce(ctx, tensor)
@@ -101,7 +101,7 @@ class BaseGroup(ABC):
         if self._size > 1 and self._failure is None and not self._closed:
             reason = str(error).strip().split("\n", 1)[0][:200]
             self._failure = (
-                f"{op}: rank {self._rank} of {self._size} failed where the others count on it; start all "
+                f"{op}: rank {self._rank} of {self._size} failed while the others rely on it; start all "
                 f"ranks again ({type(error).__name__}: {reason})"
             )
             self._abandon()
@@ -128,7 +128,7 @@ class BaseGroup(ABC):
         if late:
             return (
                 f"{who} has waited {self._timeout:g} s for the other ranks, the limit set by timeout=: one "
-                "is stopped, stuck or too slow; start all ranks again, with a longer timeout where they only "
+                "is stopped, stuck or too slow; start all ranks again, with a longer timeout if they only "
                 "need more time"
             )
         cause = reason.split("\n", 1)[0][:200] or "no reason given"

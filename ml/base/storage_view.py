@@ -1,4 +1,4 @@
-"""Tensors whose geometry is kept here, over a storage of the backend."""
+"""Tensors that keep their geometry in Python, over a storage of the backend."""
 
 from __future__ import annotations
 

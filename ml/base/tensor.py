@@ -143,8 +143,8 @@ class BaseTensor(ABC):
         raise self._unsupported("gelu")
 
     def _clamp(self, ctx: Any, lo: float | None, hi: float | None) -> Self:
-        """Clamp to ``[lo, hi]``, which the dtype can represent; None is no bound, and two of them make a
-        copy.
+        """Clamp to ``[lo, hi]``, which the dtype can represent; None means no bound; with two of them it
+        copies.
 
         NaN stays NaN; the result has this dtype.
         """
@@ -497,7 +497,7 @@ class BaseTensor(ABC):
         ``native``.
         """
         if copy is False:
-            raise ExportError("array: copy=False, and a tensor is always copied; leave copy out")
+            raise ExportError("array: copy=False, but a tensor is always copied; omit copy")
         host = self.to_numpy()
         return host if dtype is None else host.astype(dtype, copy=False)
 
@@ -514,7 +514,7 @@ class BaseTensor(ABC):
             raise self._not_exported(error) from error
 
     def _not_exported(self, error: Exception) -> MLError:
-        if isinstance(error, MLError):  # of a closed backend
+        if isinstance(error, MLError):  # the backend is closed
             return error
         return ExportError(f"dlpack: not supported for {self.dtype!r} here ({error}); use to_numpy()")
 
@@ -579,11 +579,11 @@ class BaseTensor(ABC):
                 f"{op}: indices {host.min()}..{host.max()} outside [0, {size}); negative indices do not wrap"
             )
         if distinct and np.unique(host).size != host.size:
-            raise ShapeError(f"{op}: an index is given twice; the rows to write must be distinct")
+            raise ShapeError(f"{op}: an index occurs twice; the rows to write must be distinct")
         return host.astype(np.intp, copy=False)
 
     def check_writable(self, op: str) -> None:
-        """Raise ReadOnlyError if this view cannot be written; backends add reasons of their own."""
+        """Raise ReadOnlyError if this view cannot be written; backends may add their own reasons."""
         if overlaps_itself(self.shape, self.strides):
             raise ReadOnlyError(
                 f"{op}: the destination {self.shape} with strides {self.strides} shows an element "

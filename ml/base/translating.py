@@ -1,4 +1,4 @@
-"""What a framework raises in a hook, as an error of ml."""
+"""Translates a framework's exceptions into errors of ml."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ Kind = TypeVar("Kind", bound=type)
 
 
 def translating(*errors: type[BaseException]) -> Callable[[Kind], Kind]:
-    """A class decorator for contexts and tensors: what a hook raises of ``errors`` becomes a DeviceError.
+    """A class decorator for contexts and tensors: an exception of ``errors`` raised in a hook becomes a
+    DeviceError.
 
-    Any hook may run out of memory, as almost every one makes an array: name MemoryError, or what the
-    framework raises in its place. The message names the operation and the device. Errors of ml pass as
-    they are. Hooks are the methods and properties that the class itself defines, but for ``__x__``.
+    Almost every hook allocates and may run out of memory, so ``errors`` should include MemoryError or the
+    framework's equivalent. The message names the operation and the device. Errors of ml pass unchanged. Hooks
+    are the methods and properties that the class itself defines, except ``__x__``.
     """
 
     def decorate(kind: Kind) -> Kind:

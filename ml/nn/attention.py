@@ -49,7 +49,7 @@ def attention(
         mask = None
     if wanted is not stored:
         query = query.cast(ctx, stored)
-    backend: Backend | None = getattr(ctx, "backend", None)  # a context need not tell
+    backend: Backend | None = getattr(ctx, "backend", None)  # a context need not expose its backend
     body = backend.attention if has_attention(backend) else generic_attention
     result = body(ctx, query, key, value, mask, scale, sinks)
     return result if wanted is stored else result.cast(ctx, wanted)

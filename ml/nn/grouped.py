@@ -31,7 +31,7 @@ class Blocks:
         rows     0 1 2 | 3 4 5 6 7 | 8
         blocks   0 1 2 . | 3 4 5 6 | 7 . . . | 8 . . . | . . . .
 
-    A matrix with n rows has n / size blocks, rounded up; there is room however the rows are distributed.
+    A matrix with n rows has n / size blocks, rounded up; the blocks suffice for any distribution of rows.
     """
 
     size: int
@@ -111,7 +111,9 @@ def generic_grouped_matmul(ctx: Context, x: Tensor, weight: Tensor, groups: Grou
 
 
 def _by_blocks(ctx: Context, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    """In blocks of rows, each with a copy of its matrix: as many at a time as ``_PIECE_BYTES`` holds."""
+    """Multiply blocks of rows, each by a copy of its matrix, in pieces of at most ``_PIECE_BYTES`` of
+    copies.
+    """
     count, inner, outer = weight.shape
     laid = groups.blocks(ctx, count, block_size(x.shape[0], weight.shape))
     blocks, size = laid.sources.shape
@@ -149,7 +151,7 @@ def block_size(rows: int, weight: tuple[int, ...]) -> int:
 
 
 def _lay_out(ctx: Context, groups: Tensor, matrices: int, size: int) -> Blocks:
-    """See ``Blocks``; integers on the device alone."""
+    """The ``Blocks``, computed with integer operations on the device only."""
     (rows,) = groups.shape
     blocks = block_count(rows, matrices, size)
     before = _count_below(ctx, groups, _numbers(ctx, matrices + 1))  # rows of matrices before each
@@ -158,7 +160,7 @@ def _lay_out(ctx: Context, groups: Tensor, matrices: int, size: int) -> Blocks:
     upto = _numbers(ctx, matrices).reshape(ctx, matrices, 1).compare(ctx, "le", _numbers(ctx, matrices))
     last = upto.cast(ctx, DType.I32).mul(ctx, taken.reshape(ctx, matrices, 1)).sum(ctx, 0)
     last = last.cast(ctx, DType.I32)  # one past the last block of each matrix
-    ahead = last.sub(ctx, taken).scale(ctx, size).sub(ctx, start)  # places before it, less rows before it
+    ahead = last.sub(ctx, taken).scale(ctx, size).sub(ctx, start)  # places before it minus rows before it
     numbers = _numbers(ctx, blocks)
     whose = _count_below(ctx, last, numbers.add(ctx, ctx.full((1,), 1, DType.I32)))
     whose = whose.clamp(ctx, 0, matrices - 1)
@@ -172,13 +174,13 @@ def _numbers(ctx: Context, count: int) -> Tensor:
 
 
 def _count_below(ctx: Context, values: Tensor, bounds: Tensor) -> Tensor:
-    """For each of ``bounds`` how many ``values`` are below it, I32."""
+    """The number of ``values`` below each of ``bounds``, I32."""
     below = values.reshape(ctx, values.shape[0], 1).compare(ctx, "lt", bounds)
     return below.sum(ctx, 0).cast(ctx, DType.I32)
 
 
 def _matrices(ctx: Context, weight: Tensor, indices: Tensor) -> Tensor:
-    """Copies of matrices that keep their axis order in memory."""
+    """Copies of the matrices, with their axis order in memory unchanged."""
     if weight.strides[1] >= weight.strides[2]:
         return weight.rows(ctx, indices)
     return weight.permute(ctx, 0, 2, 1).rows(ctx, indices).permute(ctx, 0, 2, 1)
@@ -193,7 +195,7 @@ def _by_runs(ctx: Context, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
 
 
 def runs(groups: np.ndarray) -> list[tuple[int, int, int]]:
-    """As ``Groups.runs``, of an array on the host."""
+    """As ``Groups.runs``, for a host array."""
     starts = np.flatnonzero(np.diff(groups, prepend=-1))
     stops = np.append(starts, len(groups))[1:]
     return list(zip(groups[starts].tolist(), starts.tolist(), stops.tolist(), strict=True))

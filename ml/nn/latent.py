@@ -7,7 +7,7 @@ latent is stored, with ``rope_dim`` rotated numbers that all heads share::
     value of head h      latent @ up_value[h]
 
 Scores are linear in the key and outputs in the values, so both products can be applied to the tokens of the
-pass instead of the history, which is attended to as it is stored (the absorbed form)::
+pass instead of the history, whose latents are attended to directly (the absorbed form)::
 
     query . key = (query_nope @ up_key[h]) . latent + query_rope . rotated
     answer      = (sum of weight * latent) @ up_value[h]
@@ -49,7 +49,7 @@ def latent_attention(
     attended = attend(by_head.concat(ctx, query_rope, 2))
     if attended.shape != (tokens, heads, rank):
         raise ShapeError(
-            f"latent_attention: attend gave {attended.shape}; it has to be {(tokens, heads, rank)}"
+            f"latent_attention: attend returned {attended.shape}; it must return {(tokens, heads, rank)}"
         )
     return attended.permute(ctx, 1, 0, 2).matmul(ctx, up_value).permute(ctx, 1, 0, 2)
 
@@ -72,4 +72,6 @@ def _check(query_nope: Tensor, query_rope: Tensor, up_key: Tensor, up_value: Ten
     dtypes = {x.dtype for x in operands.values()}
     if len(dtypes) > 1 or not query_nope.dtype.is_float:
         listed = ", ".join(f"{name} {x.dtype.name}" for name, x in operands.items())
-        raise DTypeError(f"latent_attention: {listed}; they are of one of F32, F16 and BF16")
+        raise DTypeError(
+            f"latent_attention: {listed}; they must all have the same dtype, one of F32, F16 and BF16"
+        )

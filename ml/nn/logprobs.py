@@ -1,6 +1,6 @@
 """Log probabilities of tokens under logits: on the device, or from an array on the host.
 
-Both compute the same, the host in float64.
+Both compute the same values; the host uses float64.
 """
 
 from __future__ import annotations

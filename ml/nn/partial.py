@@ -1,4 +1,4 @@
-"""Attention over parts of a history, and the merging of such parts into attention over the whole.
+"""Attention over parts of a history, and merging these parts into attention over the whole.
 
 Softmax can be computed part by part if each part returns its log-sum-exp (Dao et al., FlashAttention, 2022):
 the parts are then averaged with weights derived from these. This way, a prefix that many sequences share is
@@ -129,7 +129,7 @@ def _attend_to_part(
 
 
 def merge_parts(ctx: Context, parts: Sequence[Part]) -> Part:
-    """Merge parts into attention over everything that they attended to, with its log-sum-exp: again a part.
+    """Merge parts into one: attention over everything that they attended to, with its log-sum-exp.
 
     Each part is (..., heads, v_dim) and (..., heads); at least one log-sum-exp of each query must be finite.
     """

@@ -133,7 +133,7 @@ class Rotation:
         self.spec = spec
         self._positions = positions
         self._fused, self._tables = fused, tables
-        backend = getattr(ctx, "backend", None)  # a context need not tell
+        backend = getattr(ctx, "backend", None)  # a context need not expose its backend
         if fused is None and tables is None and offers(backend, SupportsRope):
             self._fused = _on_device(ctx, positions)
 

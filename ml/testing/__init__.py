@@ -12,15 +12,15 @@ or as a test file of the backend's own repository, which is ten lines::
     class TestMine(BackendTests):
         backend_name = "mine"
 
-A backend that is no plugin overrides the fixture ``backend`` (function-scoped: tests close it) or
-``open_backend``. Everything is required unless ``BackendSpec.features`` (or the class attribute
+A test class for a backend that is not a plugin overrides the fixture ``backend`` (function-scoped: tests
+close it) or ``open_backend``. Everything is required unless ``BackendSpec.features`` (or the class attribute
 ``features``) declares it absent; a declared absence must raise NotSupportedError.
 
-Most tests are tables of cases over operations, dtypes and layouts. A test that fails names the cases that do.
+Most tests are tables of cases over operations, dtypes and layouts. A failing test names its failing cases.
 
 Importing this package is light: the suite, pytest and hypothesis load with the first test class.
 
-PYTEST_DONT_REWRITE: of this file; what is in the package is rewritten, for readable assertions.
+PYTEST_DONT_REWRITE: this file only; pytest rewrites the assertions of the package's modules.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A random walk of views and writes against a plain model of memory.
 
-The model of a storage is a flat NumPy array, the model of a tensor an integer array that says
-where in it each element lies. A view is then plain indexing of those integers, and a copy is
-``flat[to] = flat[from]``: nothing of the geometry under test is used to predict it.
+A flat NumPy array models a storage; an integer array of positions in it models a tensor. A view then indexes
+these positions, and a copy is ``flat[to] = flat[from]``: the prediction shares no code with the geometry
+under test.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ml.testing.samples import counting, positions
 
 SIZE = 40
 LONG, LONG_SEED = 400, 1
-"""Bytes of the one long walk, and where they come from: it meets the bugs that short walks seldom do."""
+"""Length in bytes and seed of the long walk, which finds bugs that short walks rarely do."""
 _T = TypeVar("_T")
 
 
@@ -61,7 +61,7 @@ class Shown:
 
 
 def is_affine(where: np.ndarray) -> bool:
-    """Whether an offset and strides can say these positions."""
+    """Whether an offset and strides can express these positions."""
     if where.size == 0:
         return True
     origin = (0,) * where.ndim
@@ -76,10 +76,10 @@ def is_affine(where: np.ndarray) -> bool:
 
 @dataclass
 class World:
-    """Everything that lives during one walk, and the moves it can make.
+    """The state of one walk, and its moves.
 
-    Choices come from a tape of bytes, so that a failing walk shrinks to a short one; ``log`` tells
-    it as code.
+    Choices come from a tape of bytes, so that hypothesis can shrink a failing walk; ``log`` is the walk as
+    code.
     """
 
     tape: Iterator[int]
@@ -112,7 +112,7 @@ class World:
     def pick(self) -> Shown:
         return self.one_of(self.shown)
 
-    # What lives.
+    # State.
 
     def add(self, tensor: Tensor, memory: Memory, where: np.ndarray, call: str) -> Shown:
         self.shown.append(Shown(f"t{len(self.shown)}", tensor, memory, where))
@@ -145,7 +145,7 @@ class World:
         shape = self.some_shape()
         strides = tuple(self.number(0, 9) for _ in shape)
         offset = self.number(-SIZE, SIZE)
-        if old.where.size == 0:  # where it begins is not specified
+        if old.where.size == 0:  # the offset of an empty view is unspecified
             return
         call = f"{old.name}.view({offset}, {shape}, {strides})"
         first = int(old.where.flat[0]) + offset
@@ -176,7 +176,7 @@ class World:
             self.add(tensor, old.memory, old.where.transpose(axes), f"{old.name}.permute{tuple(axes)}")
 
     def reshape(self) -> None:
-        """It succeeds exactly where an offset and strides can say the result."""
+        """Succeeds exactly if an offset and strides can express the result."""
         old = self.pick()
         shape: list[int] = []
         rest = old.where.size
@@ -191,13 +191,13 @@ class World:
             self.refused(call, ml.ShapeError, lambda: old.tensor.reshape(self.ctx, *where.shape))
 
     def copy(self) -> None:
-        """Between two views of one shape, most often of one storage."""
+        """Copy between two views of the same shape, usually of one storage."""
         shape = self.some_shape(size=3)
         dst = self.view_of(self.one_of(self.memories), shape)
         self.write(self.view_of(self.one_of([dst.memory, *self.memories]), shape), dst)
 
     def copy_known(self) -> None:
-        """Into a tensor that views, slices and permutations made."""
+        """Copy into a tensor from earlier moves."""
         dst = self.pick()
         self.write(self.view_of(self.one_of(self.memories), dst.where.shape), dst)
 
@@ -266,7 +266,7 @@ class World:
 
 
 def _walk(backend: Backend, dtypes: tuple[DType, ...], tape: bytes) -> None:
-    """In two contexts, from one tensor of each dtype, as the tape says."""
+    """Walk as ``tape`` says, in two contexts, from one tensor of each dtype."""
     with backend.new_context() as first, backend.new_context() as second:
         world = World(iter(tape), [first, second])
         for i, dtype in enumerate(dtypes):
@@ -280,7 +280,7 @@ PAIRS = {"F32-F32": (DType.F32, DType.F32), "BF16-I32": (DType.BF16, DType.I32)}
 
 class AliasingTests(BackendCase):
     examples: ClassVar[int] = 30
-    """How many walks hypothesis makes up for each pair of dtypes."""
+    """The number of walks that hypothesis generates for each pair of dtypes."""
 
     @each(dtypes=PAIRS)
     def test_any_walk_of_views_and_writes_agrees_with_flat_memory(

@@ -1,4 +1,4 @@
-"""Attention: whole, over part of a history, merged from parts, and of a ragged batch."""
+"""Attention: over a whole history, over part of one, merged from parts, and for a ragged batch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Attend = Callable[..., Tensor]
 Partial = Callable[..., Part]
 """partial(query, key, value, mask, scale), of tensors or host arrays."""
 HEADS = {"one": (1, 1), "each its own": (4, 4), "grouped": (4, 2), "one for all": (6, 1)}
-"""Of queries, and of keys and values."""
+"""The numbers of query heads and of KV heads."""
 Misfit = tuple[tuple[str, tuple[int, ...], DType], ...]
 """Names, shapes and dtypes of tensors."""
 MISFITS: Mapping[str, Misfit] = {
@@ -52,7 +52,7 @@ MISFITS: Mapping[str, Misfit] = {
     "queries of another dtype": (("query", (3, 4, 8), DType.F16),),
     "queries of integers": (("query", (3, 4, 8), DType.I32),),
 }
-"""What is given in place of that of a call of 3 queries over 5 keys."""
+"""The operands that replace those of a valid call of 3 queries over 5 keys."""
 TOLERANCE = {DType.F32: 2e-5, DType.F16: 4e-3, DType.BF16: 3e-2}
 
 
@@ -77,12 +77,12 @@ def definition(
 
 
 def reference(q: Any, k: Any, v: Any, mask: Any, scale: float, sinks: Any = None) -> np.ndarray:
-    """The attention of ``definition``."""
+    """The attention part of ``definition``."""
     return definition(q, k, v, mask, scale, sinks)[0]
 
 
 def causal_matrix(tokens: int, history: int) -> np.ndarray:
-    """0 where key j comes no later than query i when both end together, else -inf."""
+    """0 where query i sees key j (bottom-right aligned), else -inf."""
     rows, columns = np.indices((tokens, history))
     return np.where(columns <= rows + history - tokens, 0.0, -np.inf).astype(np.float32)
 
@@ -95,24 +95,24 @@ def assert_attention(result: Tensor, expected: np.ndarray, dtype: DType, slack: 
 
 
 def assert_part(part: Part, q: Any, k: Any, v: Any, masks: Any, scale: float, dtype: DType) -> None:
-    """``masks``: None, or a matrix for all batches or for each."""
+    """``masks``: None, one matrix for all batches, or one per batch."""
     rows = [None] * len(q) if masks is None else np.broadcast_to(masks, (len(q), *masks.shape[-2:]))
     out, lse = zip(*(definition(*one, scale) for one in zip(q, k, v, rows, strict=True)), strict=True)
     largest = float(np.abs(lse).max())
-    # A weight is as exact as the F32 score that it is the exponential of.
+    # A weight's relative error is the absolute error of its F32 score.
     assert_attention(part[0], np.stack(out), dtype, slack=largest * float(np.finfo(np.float32).eps))
     assert part[1].dtype is DType.F32
-    # Scores may be rounded to the dtype of the keys, and so is what they sum up to.
+    # Scores may be rounded to the dtype of the keys, and so may their sums.
     atol = TOLERANCE[dtype] * max(1.0, largest)
     np.testing.assert_allclose(exact(part[1].to_numpy()), np.stack(lse), rtol=0, atol=atol)
 
 
 class AttentionTests(BackendCase):
-    # Whole.
+    # Over a whole history.
 
     @pytest.fixture
     def attend(self, backend: Backend, ctx: Context, declared: Features) -> Attend:
-        """The backend's own attention, or the generic body on its operations."""
+        """The backend's own attention, or the generic implementation on its operations."""
         if isinstance(backend, SupportsAttention):
             body: Callable[..., Tensor] = backend.attention
         elif declared.has("matmul") and declared.has("softmax"):
@@ -162,7 +162,7 @@ class AttentionTests(BackendCase):
     def test_what_a_mask_hides_takes_no_part_however_large_it_is(
         self, ctx: Context, attend: Attend, dtype: DType, kind: str, tokens: int
     ) -> None:
-        """A weight of -inf that is only nearly 0 lets it through."""
+        """A masked weight that is not exactly 0 lets large values through."""
         (q,), (k,), (v,) = self._batches(1, tokens, 4, 9, 2, dtype)
         mask = causal_matrix(tokens, 9)
         if kind == "mask":
@@ -197,8 +197,8 @@ class AttentionTests(BackendCase):
         value = values.slice(ctx, 2, 2, 8).permute(ctx, 2, 0, 1)
         query = ctx.from_numpy(np.ascontiguousarray(q.transpose(1, 0, 2))).permute(ctx, 1, 0, 2)
         mask = ctx.from_numpy(np.pad(causal_matrix(2, 6), 1)).slice(ctx, 0, 1, 3).slice(ctx, 1, 1, 7)
-        for given in (CAUSAL, mask):
-            assert_attention(attend(query, key, value, given, 0.3), expected, dtype)
+        for one_mask in (CAUSAL, mask):
+            assert_attention(attend(query, key, value, one_mask, 0.3), expected, dtype)
 
     @each(dtype=FLOATS)
     def test_large_scores_do_not_overflow(self, attend: Attend, dtype: DType) -> None:
@@ -217,8 +217,8 @@ class AttentionTests(BackendCase):
 
     @each(misfit=MISFITS)
     def test_attention_refuses_what_does_not_fit(self, ctx: Context, attend: Attend, misfit: Misfit) -> None:
-        given = _call(ctx, misfit)
-        refused(lambda: attend(*given, 0.3), keep=given)
+        operands = _call(ctx, misfit)
+        refused(lambda: attend(*operands, 0.3), keep=operands)
 
     def test_attention_refuses_causal_queries_that_see_no_key_and_sinks_of_other_heads(
         self, ctx: Context, attend: Attend
@@ -238,9 +238,9 @@ class AttentionTests(BackendCase):
     ) -> None:
         own = [*_call(ctx), ctx.zeros((4,), DType.F32)]
         for other in (foreign, open_backend().new_context()):
-            for given in _partly_of(other, own):
-                with unchanged(*given):
-                    attend(*given[:4], 0.3, given[4])
+            for operands in _partly_of(other, own):
+                with unchanged(*operands):
+                    attend(*operands[:4], 0.3, operands[4])
 
     # Over latents.
 
@@ -262,9 +262,9 @@ class AttentionTests(BackendCase):
         value = np.einsum("tr,hrv->thv", latent, exact(up_value))
         query = np.concatenate([exact(nope), exact(rope)], 2)
 
-        def absorbed(given: Tensor) -> Tensor:
-            assert given.shape == (tokens, heads, 12)
-            return attend(given, stored, np.ascontiguousarray(stored[..., :8]), mask, 0.3)
+        def absorbed(absorbed_query: Tensor) -> Tensor:
+            assert absorbed_query.shape == (tokens, heads, 12)
+            return attend(absorbed_query, stored, np.ascontiguousarray(stored[..., :8]), mask, 0.3)
 
         query_nope, query_rope, *up = _tensors(ctx, nope, rope, up_key, up_value)
         actual = latent_attention(ctx, query_nope, query_rope, up[0], up[1], absorbed)
@@ -274,7 +274,7 @@ class AttentionTests(BackendCase):
 
     @pytest.fixture
     def partial(self, backend: Backend, ctx: Context, declared: Features) -> Partial:
-        """The backend's own partial attention, or the generic body on its operations."""
+        """The backend's own partial attention, or the generic implementation on its operations."""
         needed = ("scale", "matmul", "max", "sub", "exp", "sum", "div", "log", "add")
         if isinstance(backend, SupportsPartialAttention):
             body: Callable[..., Part] = backend.partial_attention
@@ -292,7 +292,7 @@ class AttentionTests(BackendCase):
     def test_part_of_a_history_is_attended_to_with_its_log_sum_exp(
         self, partial: Partial, dtype: DType, heads: tuple[int, int], sizes: tuple[int, int]
     ) -> None:
-        """Values of the keys' size, for which frameworks have kernels, and of another."""
+        """Values of the keys' size, for which frameworks have kernels, and of a different size."""
         causal = causal_matrix(*sizes)
         for batch, v_dim in ((3, 6), (3, 8), (1, 8)):
             q, k, v = self._batches(batch, sizes[0], heads[0], sizes[1], heads[1], dtype, v_dim)
@@ -335,9 +335,9 @@ class AttentionTests(BackendCase):
             for head, cell, size in [whole.strides]
         )
         query = ctx.from_numpy(np.ascontiguousarray(q.transpose(2, 0, 1, 3))).permute(ctx, 1, 2, 0, 3)
-        for given in (None, CAUSAL):
-            matrix = None if given is None else causal_matrix(2, 6)
-            assert_part(partial(query, key, value, given, 0.3), q, k, v, matrix, 0.3, dtype)
+        for mask in (None, CAUSAL):
+            matrix = None if mask is None else causal_matrix(2, 6)
+            assert_part(partial(query, key, value, mask, 0.3), q, k, v, matrix, 0.3, dtype)
 
     @each(dtype=FLOATS)
     def test_large_scores_do_not_overflow_the_log_sum_exp(self, partial: Partial, dtype: DType) -> None:
@@ -358,8 +358,8 @@ class AttentionTests(BackendCase):
     def test_partial_attention_refuses_what_does_not_fit(
         self, ctx: Context, partial: Partial, misfit: Misfit
     ) -> None:
-        given = _call(ctx, misfit, (2,))
-        refused(lambda: partial(*given, 0.3), keep=given)
+        operands = _call(ctx, misfit, (2,))
+        refused(lambda: partial(*operands, 0.3), keep=operands)
 
     def test_partial_attention_refuses_other_batches_and_causal_queries_that_see_no_key(
         self, ctx: Context, partial: Partial
@@ -380,9 +380,9 @@ class AttentionTests(BackendCase):
     ) -> None:
         own = _call(ctx, batch=(1,))
         for other in (foreign, open_backend().new_context()):
-            for given in _partly_of(other, own):
-                with unchanged(*given):
-                    partial(*given, 0.3)
+            for operands in _partly_of(other, own):
+                with unchanged(*operands):
+                    partial(*operands, 0.3)
 
     def _batches(
         self, batch: int, tokens: int, heads: int, history: int, kv_heads: int, dtype: DType, v_dim: int = 8
@@ -393,7 +393,7 @@ class AttentionTests(BackendCase):
             normal((batch, history, kv_heads, v_dim), dtype, 26, spread=1),
         )
 
-    # From parts.
+    # Merged from parts.
 
     @each(dtype=FLOATS, edges=[(0, 9), (0, 1, 9), (0, 4, 5, 7, 9)], sunk=(False, True))
     def test_parts_merge_into_the_whole(
@@ -415,7 +415,7 @@ class AttentionTests(BackendCase):
         outs = [normal((2, 4, 6), dtype, seed, spread=1) for seed in (27, 28)]
         unseen = np.full((2, 4), -np.inf, np.float32)
         some = np.zeros((2, 4), np.float32)
-        some[1, 2] = -300.0  # however little the rest weighs
+        some[1, 2] = -300.0  # however small the other weights are
         for order in (1, -1):
             parts = [
                 (ctx.from_numpy(out), ctx.from_numpy(lse))
@@ -423,7 +423,7 @@ class AttentionTests(BackendCase):
             ]
             assert_attention(merge_attention(ctx, parts[::order]), exact(outs[0]), dtype)
 
-    # Of a ragged batch.
+    # For a ragged batch.
 
     @each(
         dtype=FLOATS,
@@ -433,9 +433,9 @@ class AttentionTests(BackendCase):
     def test_each_query_attends_to_the_rows_that_its_plan_names(
         self, backend: Backend, ctx: Context, dtype: DType, heads: tuple[int, int], case: str
     ) -> None:
-        """Rows that no segment has hold NaN; buffers are head-major, and values (kv_heads, size, cells) too.
+        """Rows in no segment contain NaN; buffers are head-major, some values (kv_heads, size, cells).
 
-        With sinks where queries share keys: a kernel may be compiled for each way.
+        With sinks if queries share keys: a kernel may be compiled separately for each.
         """
         sunk = heads[0] != heads[1]
         tokens, cells = (int(word) for word in case.split() if word.isdigit())
@@ -447,7 +447,7 @@ class AttentionTests(BackendCase):
         k[unnamed] = v[unnamed] = np.nan
         sinks = normal((heads[0],), dtype, 31) if sunk else None
         if not isinstance(backend, SupportsRaggedAttention):
-            pytest.skip("no SupportsRaggedAttention: caches go by partial attention")
+            pytest.skip("no SupportsRaggedAttention: caches use partial attention")
         query, logits = _tensors(ctx, q, sinks)
         key, rows = (ctx.from_numpy(x.transpose(1, 0, 2)).permute(ctx, 1, 0, 2) for x in (k, v))
         actual = []
@@ -459,13 +459,13 @@ class AttentionTests(BackendCase):
         if not actual:
             pytest.skip("the kernel leaves this case to partial attention")
 
-    # Several calls in one step.
+    # Several calls at once.
 
     @each(dtype=FLOATS, layout=["token major", "head major"], with_sinks=[False, True])
     def test_several_calls_come_to_attention_over_all_that_they_read(
         self, backend: Backend, ctx: Context, dtype: DType, layout: str, with_sinks: bool
     ) -> None:
-        """Runs at even distances, listed rows, and a run that three of the four queries share."""
+        """Evenly spaced runs, listed rows, and a run shared by three of the four queries."""
         if not isinstance(backend, SupportsPartialAttention):
             pytest.skip("no SupportsPartialAttention: the calls are made one by one")
         query, key, value = (
@@ -494,30 +494,30 @@ class AttentionTests(BackendCase):
             keys, values = (
                 x.permute(ctx, 1, 0, 2).contiguous(ctx).permute(ctx, 1, 0, 2) for x in (keys, values)
             )
-        given = None if sinks is None else ctx.from_numpy(sinks)
-        actual = backend.attention_calls(ctx, ctx.from_numpy(query), keys, values, levels, 0.3, given)
+        sink_tensor = None if sinks is None else ctx.from_numpy(sinks)
+        actual = backend.attention_calls(ctx, ctx.from_numpy(query), keys, values, levels, 0.3, sink_tensor)
         if actual is None:
-            pytest.skip("the backend has no step for several calls")
+            pytest.skip("the backend does not run several calls at once")
         expected = ragged_reference(query, key, value, plan, 0.3, sinks)
         assert_attention(actual, expected, dtype)
 
 
 def _call(ctx: Context, misfit: Misfit = (), batch: tuple[int, ...] = ()) -> list[Tensor]:
-    """Query, key, value and mask of a call, all 0, but for what a row of MISFITS gives in place of them."""
+    """Query, key, value and mask of a call, all 0; a row of MISFITS replaces some of them."""
     shapes = {"query": (3, 4, 8), "key": (5, 2, 8), "value": (5, 2, 6), "mask": (3, 5)}
-    given = {name: (shape, DType.F32) for name, shape in shapes.items()}
-    given |= {name: (shape, dtype) for name, shape, dtype in misfit}
-    return [ctx.zeros((*batch, *shape), dtype) for shape, dtype in given.values()]
+    operands = {name: (shape, DType.F32) for name, shape in shapes.items()}
+    operands |= {name: (shape, dtype) for name, shape, dtype in misfit}
+    return [ctx.zeros((*batch, *shape), dtype) for shape, dtype in operands.values()]
 
 
-def _partly_of(other: Context, given: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors as ``given``, one of them made by ``other``, or all."""
-    theirs = [other.zeros(x.shape, x.dtype) for x in given]
+def _partly_of(other: Context, operands: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors like ``operands``: all of them made by ``other``, then one at a time."""
+    theirs = [other.zeros(x.shape, x.dtype) for x in operands]
     yield theirs
     for number, foreign in enumerate(theirs):
-        yield [*given[:number], foreign, *given[number + 1 :]]
+        yield [*operands[:number], foreign, *operands[number + 1 :]]
 
 
 def _tensors(ctx: Context, *values: Any) -> list[Any]:
-    """Host arrays as tensors; anything else as it is."""
+    """Host arrays as tensors; anything else unchanged."""
     return [ctx.from_numpy(value) if isinstance(value, np.ndarray) else value for value in values]

@@ -40,4 +40,4 @@ class BackendTests(
     PageTransferTests,
     GroupTests,
 ):
-    """Everything the contract says of a backend. Subclass it; see ``ml.testing``."""
+    """Everything the contract requires of a backend. Subclass it; see ``ml.testing``."""

@@ -23,7 +23,7 @@ def _copied(ctx: Context, values: np.ndarray, target: DType) -> Tensor:
 
 
 def _copied_strided(ctx: Context, values: np.ndarray, target: DType) -> Tensor:
-    """From rows that are stepped over into columns."""
+    """Copy from every other row into columns."""
     count = (len(values) + 1) // 2
     pairs = np.resize(values, 2 * count).reshape(count, 2)
     dst = ctx.zeros((2, count), target)
@@ -48,7 +48,7 @@ ROUTES: dict[str, Callable[[Context, np.ndarray, DType], Tensor]] = {
 
 
 def shown(number: Any) -> str:
-    """A number with its bits, which tell it from its neighbours: ``1.0039062 (0x3f808000)``."""
+    """A number and its bits, which distinguish it from its neighbours: ``1.0039062 (0x3f808000)``."""
     width = 2 * number.dtype.itemsize
     return f"{number} (0x{int(bits(np.asarray(number))):0{width}x})"
 

@@ -1,6 +1,6 @@
-"""Arithmetic, functions, products, reductions and orders, as tables: against float64, and exact results.
+"""Tables of arithmetic, functions, products, reductions and sorts: against float64, and exact results.
 
-A row is an expression that is computed and what NumPy makes of it; it stands for itself where it fails.
+A row is an expression and its NumPy equivalent; a failure shows the expression.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ml.testing.samples import DTYPES, FLOATS, INTEGERS, LAYOUTS, counting, exac
 
 Shape = tuple[int, ...]
 Operands = tuple[Any, ...]
-"""Shapes of random numbers, or the numbers themselves."""
+"""Shapes of random operands, or the operands themselves."""
 
-# Of the float dtypes, in float64.
+# Float dtypes, against float64.
 
 NARROW = (DType.F16, DType.BF16)
 BROADCASTS: list[Operands] = [
@@ -96,11 +96,11 @@ FUNCTIONS: list[tuple[str, str, list[Operands], float]] = [
     *[(f"a.rms_norm(ctx, b, {eps})", f"rms_norm(a, {eps}) * b", [((2, 3, 8), (8,))], 4) for eps in (1e-6,
         0.5)],
     ("a.rms_norm(ctx, b.slice(ctx, 0, 0, 16, 2), 0.5)", "rms_norm(a, 0.5) * b[::2]", [((2, 3, 8), (16,))], 4),
-    # 300 squared is beyond F16, 1e-4 squared below it; 4096 squares are beyond what BF16 adds up.
+    # 300 squared overflows F16 and 1e-4 squared underflows; summing 4096 squares in BF16 stalls.
     *[("a.rms_norm(ctx, None, 0.0)", "rms_norm(a, 0)", [(np.full((2, 4096), x),)], 4) for x in (300.0, 1e-4,
         6e4)],
 ]  # fmt: skip
-"""What is computed, the same in NumPy, of which operands, and how many tolerances it may be off."""
+"""The expression, its NumPy equivalent, its sets of operands, and the allowed error in tolerances."""
 ARRANGEMENTS = [*((name, name) for name in LAYOUTS), ("permuted", "contiguous"), ("offset", "stepped"),
                 ("interleaved", "permuted")]  # fmt: skip
 """Layouts of the first operand and of the others."""
@@ -137,12 +137,12 @@ PARTIAL = np.stack([np.tile([30000.0, -30000.0], 4096), np.repeat([-30000.0, 300
 WIDE = np.zeros((2, 5000), int)
 GRID = np.arange(12).reshape(4, 3) * 7 % 12
 TURNED = "t(GRID.T).permute(ctx, 1, 0)"
-"""GRID, in columns."""
+"""GRID, laid out column by column."""
 FRAMES = positions(0, (2, 7, 5), (3, 4, 1))
 WIDE[0, [700, 3000, 4999]] = 1
 NUMBERS = (*FLOATS, *INTEGERS)
 LIMITS = {DType.F32: (2.0**-23, 3.4e38), DType.F16: (2.0**-10, 65504.0), DType.BF16: (2.0**-7, 3.38e38)}
-"""A unit in the last place of 1, and about the largest number."""
+"""One unit in the last place of 1, and about the largest number."""
 I32, I64, BOOL = DType.I32, DType.I64, DType.BOOL
 EXACT: list[tuple[Sequence[DType], str, Any, DType | None]] = [
     (INTEGERS, "t([[7, 9, 11]]).add(ctx, t([[3], [0], [7]]))", [[10, 12, 14], [7, 9, 11], [14, 16, 18]],
@@ -154,24 +154,24 @@ EXACT: list[tuple[Sequence[DType], str, Any, DType | None]] = [
     ((DType.I8, I32, I64), "t([0, 1, -7, 120, -120]).abs(ctx)", [0, 1, 7, 120, 120], None),
     ((DType.I8, I32, I64), "t([0, 1, -7, 120, -120]).relu(ctx)", [0, 1, 0, 120, 0], None),
     (INTEGERS, "t([0, 1, 7]).scale(ctx, 3)", [0, 3, 21], None),
-    # The least and the largest integer: what is beyond them wraps.
+    # The least and the largest integer: results beyond them wrap.
     *[(INTEGERS, f"t(ends).{call}", expected, None) for call, expected in (
         ("add(ctx, t([3]))", "ends + 3"), ("sub(ctx, t([3]))", "ends - 3"), ("mul(ctx, t([3]))", "ends * 3"),
         ("scale(ctx, 3)", "ends * 3"), ("neg(ctx)", "-ends"), ("abs(ctx)", "np.abs(ends)"))],
-    # U8 has no sign.
+    # U8 is unsigned.
     *[((DType.U8,), f"t([200, 100, 255, 3]).{call}", expected, result) for call, expected, result in (
         ("compare(ctx, '<', t([100, 200, 3, 255]))", [False, True, False, True], BOOL),
         ("max(ctx, 0)", 255, None), ("argmax(ctx, 0)", 2, I32), ("sum(ctx, 0)", 558, I64),
         ("argsort(ctx)", [3, 1, 0, 2], I32), ("top_k(ctx, 2)[0]", [255, 200], None),
         ("clamp(ctx, 101, 201)", [200, 101, 201, 101], None))],
-    # What is laid out in columns.
+    # Operands laid out column by column.
     *[(NUMBERS, f"{TURNED}.{call}", expected, result) for call, expected, result in (
         ("add(ctx, t([1, 2, 3]))", "GRID + [1, 2, 3]", None), ("argmax(ctx, 0)", "GRID.argmax(0)", I32),
         ("clamp(ctx, 3, 9)", "np.clip(GRID, 3, 9)", None), ("compare(ctx, '>', t([5]))", "GRID > 5", BOOL))],
     (NUMBERS, "t(GRID.T).compare(ctx, '>', t([5])).permute(ctx, 1, 0).where(ctx, t(GRID), t([0]))",
         "np.where(GRID > 5, GRID, 0)", None),
     (INTEGERS, "t([0, 1, 7]).scale(ctx, 2.0)", [0, 2, 14], None),
-    # Integers of 64 bits pass through no float.
+    # 64-bit integers never become floats.
     ((I64,), "t([2**53 + 1, -(2**62)]).add(ctx, ctx.full((), 2, D))", [2**53 + 3, 2 - 2**62], None),
     ((I64,), "t([3**19]).mul(ctx, t([3**19]))", [3**38], None),
     ((I64,), "t([2**53, 2**53 + 1]).compare(ctx, '==', ctx.full((), 2**53, D))", [True, False], BOOL),
@@ -200,10 +200,10 @@ EXACT: list[tuple[Sequence[DType], str, Any, DType | None]] = [
     (FLOATS, "t([inf, -inf, nan, 1]).clamp(ctx, -0.5, 0.5)", [0.5, -0.5, np.nan, 0.5], None),
     ((DType.F32,), "ctx.from_numpy([True, False]).where(ctx, t([1, nan]), t([-inf, -inf]))", [1, -np.inf],
         None),
-    # A matrix that all products share.
+    # One matrix broadcast over all products.
     (FLOATS, "t(range(20)).view(ctx, 0, (3, 4, 5), (0, 5, 1)).matmul(ctx, t(np.ones((3, 5, 1))))",
      "np.tile([[10], [35], [60], [85]], (3, 1, 1))", None),
-    # Frames that overlap.
+    # Overlapping frames.
     *[(FLOATS, f"t(range(33)).view(ctx, 0, FRAMES.shape, (3, 4, 1)).{op}(ctx, {axis})",
         f"FRAMES.{op}({axis})", result)
       for op, result in (("sum", None), ("max", None), ("argmax", I32)) for axis in (0, 1, 2)],
@@ -249,7 +249,7 @@ EXACT: list[tuple[Sequence[DType], str, Any, DType | None]] = [
     (FLOATS, "ctx.zeros((0, 3), D).top_k(ctx, 2)[0]", np.zeros((0, 2)), None),
     (FLOATS, "ctx.zeros((0, 3), D).top_k(ctx, 2)[1]", np.zeros((0, 2)), I32),
 ]  # fmt: skip
-"""Of which dtypes D, what is computed of ``t(values)`` in D, the result, and its dtype where it is not D."""
+"""The dtypes D, the expression over ``t(values)`` in D, the result, and its dtype if it is not D."""
 COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     "==": np.equal, "eq": np.equal, "!=": np.not_equal, "ne": np.not_equal, "<": np.less, "lt": np.less,
     "<=": np.less_equal, "le": np.less_equal, ">": np.greater, "gt": np.greater, ">=": np.greater_equal,
@@ -261,7 +261,7 @@ KEEPING = [
     "a.clamp(ctx, 0, 9)", "a.scale(ctx, 1)", "a.add(ctx, ctx.zeros((), D))", "a.mul(ctx, ctx.full((), 1, D))",
     "a.compare(ctx, '==', a).where(ctx, a, a)",
 ]  # fmt: skip
-"""What may be the operand itself."""
+"""Expressions whose result may be the operand itself."""
 NEW = [
     *((f"a.{op}(ctx)", DType.F32) for op in (*UNARY_OPERATIONS, "gelu", "softmax")),
     *((f"a.{op}(ctx, 0, keepdims=True)", DType.F32) for op in ("sum", "mean")),
@@ -273,9 +273,13 @@ class ComputeTests(BackendCase):
     @each(case=dict(_computed()), dtype=FLOATS)
     def test_functions_match_float64(self, ctx: Context, case: Computed, dtype: DType) -> None:
         tensors, hosts = {}, {}
-        for seed, (name, given) in enumerate(zip("ab", case.operands, strict=False)):
+        for seed, (name, operand) in enumerate(zip("ab", case.operands, strict=False)):
             with np.errstate(over="ignore"):
-                host = normal(given, dtype, seed) if isinstance(given, tuple) else given.astype(dtype.numpy)
+                host = (
+                    normal(operand, dtype, seed)
+                    if isinstance(operand, tuple)
+                    else operand.astype(dtype.numpy)
+                )
             layout = LAYOUTS[case.layouts[seed] if host.ndim > 1 else "contiguous"]
             tensors[name], hosts[name] = layout(ctx, host).tensor, exact(host)
         with np.errstate(all="ignore"):
@@ -310,7 +314,7 @@ class ComputeTests(BackendCase):
 
     @needs("top_k", "matmul", "exp", "argmax", "compare", "where")
     def test_tokens_are_drawn_as_on_the_host(self, ctx: Context) -> None:
-        """By ml.nn.BatchSampler, of rows that differ in their temperature, top-k, top-p and min-p."""
+        """By ml.nn.BatchSampler, for rows with different temperature, top-k, top-p and min-p."""
         random = np.random.default_rng(5)
         logits = random.normal(0, 3, (24, 333)).astype(np.float32)
         logits[:, ::7] = logits[:, 1:2]
@@ -326,13 +330,13 @@ class ComputeTests(BackendCase):
     def test_compare_gives_bool_by_symbol_and_by_name(
         self, ctx: Context, symbol: tuple[str, Callable[[Any, Any], Any]], dtype: DType
     ) -> None:
-        given, function = symbol
+        name, function = symbol
         pairs = [(counting((3, 4), dtype), counting((4,), dtype, start=4))]
         if dtype.is_float:
             ends = np.array([[np.nan, np.nan, -0.0, np.inf], [np.nan, 1.0, 0.0, np.inf]]).astype(dtype.numpy)
             pairs.append((ends[0], ends[1]))
         for a, b in pairs:
-            result = ctx.from_numpy(a).compare(ctx, given, ctx.from_numpy(b))
+            result = ctx.from_numpy(a).compare(ctx, name, ctx.from_numpy(b))
             assert_same(result, function(exact(a), exact(b)), DType.BOOL)
 
     @needs("where")

@@ -1,4 +1,4 @@
-"""copy and contiguous between every two layouts, and between views that overlap."""
+"""copy and contiguous between every two layouts, and between overlapping views."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class CopyTests(BackendCase):
             tensor.slice(ctx, 0, begin, begin + count).copy(ctx, tensor.slice(ctx, 0, end, end + count))
             assert_same(tensor, model)
 
-    # Refusals, and what only looks like one.
+    # Refusals, and valid calls that look like one.
 
     @each(shapes=DIFFERING)
     def test_copy_refuses_shapes_that_differ(
@@ -121,7 +121,7 @@ class CopyTests(BackendCase):
             shared.set_rows(ctx, ctx.full((1, *shape[1:]), 9, DType.F32), [0])
 
     def test_strides_that_share_nothing_can_be_written(self, ctx: Context) -> None:
-        """A stride of 0 on an axis of one, and rows that interleave."""
+        """A stride of 0 on an axis of size 1, and interleaved rows."""
         tensor = ctx.zeros((9,), DType.F32)
         ctx.full((1, 3), 5, DType.F32).copy(ctx, tensor.view(ctx, 1, (1, 3), (0, 1)))
         ctx.full((0, 3), 7, DType.F32).copy(ctx, tensor.view(ctx, 1, (0, 3), (0, 0)))

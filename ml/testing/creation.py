@@ -1,4 +1,4 @@
-"""Creation, transfer in and out of the host, and what a new tensor says of itself."""
+"""Creation, transfers to and from the host, and the attributes of a new tensor."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RANGES = [
 ]
 FRACTIONS = [(-1, 1, 0.25), (1.5, -2, -0.5)]
 COUNTED: list[tuple[tuple[Any, Any, Any], DType, list[float]]] = [
-    # NumPy's numbers are taken for what they are, not in their own dtype, where they wrap.
+    # NumPy scalars are taken by value: arithmetic in their own dtype would wrap.
     ((np.uint8(5), np.uint8(2), -1), DType.I64, [5, 4, 3]),
     ((np.uint8(5), 2, np.int8(-1)), DType.F32, [5, 4, 3]),
     ((np.int8(-100), np.int8(100), np.int8(50)), DType.I8, [-100, -50, 0, 50]),
@@ -48,7 +48,7 @@ COUNTED: list[tuple[tuple[Any, Any, Any], DType, list[float]]] = [
     ((np.uint64(2**63 - 2), np.uint64(2**63 + 1), np.uint64(1)), DType.F32, [2.0**63] * 3),
     ((np.float32(0.5), np.float16(2), np.float64(0.5)), DType.F16, [0.5, 1, 1.5]),
     ((False, np.True_, True), DType.I32, [0]),
-    # What F64 does not count.
+    # Integers that F64 does not represent.
     ((0, 2**53 + 1, 2**53), DType.I64, [0, 2**53]), ((0, -(2**53) - 1, -(2**53)), DType.I64, [0, -(2**53)]),
     ((0, 10**18, 333333333333333333), DType.I64, [333333333333333333 * i for i in range(4)]),
     ((2**63 - 1, -(2**63), -(2**62)), DType.I64, [2**63 - 1, 2**62 - 1, -1, -(2**62) - 1]),
@@ -61,7 +61,7 @@ COUNTED: list[tuple[tuple[Any, Any, Any], DType, list[float]]] = [
     ((1 + 2**-8 + 2**-40, 2, 1), DType.BF16, [1 + 2**-7]), ((3e38, 3.15e38, 1e37), DType.F16, [math.inf] * 2),
     ((0, 5, math.ldexp(1, 1023)), DType.F32, [0]), ((-1e308, 1e308, 1e308), DType.F32, [-math.inf, 0]),
 ]  # fmt: skip
-"""Ranges whose ends or counts are easily lost, and their elements."""
+"""Ranges whose end or length is easily wrong, and their elements."""
 NUMBERS_OF_NUMPY: list[tuple[Any, DType, float]] = [
     (np.uint8(200), DType.I32, 200), (np.int8(-3), DType.I64, -3), (np.float16(1.5), DType.F32, 1.5),
     (np.True_, DType.U8, 1), (np.int64(2**53 + 1), DType.I64, 2**53 + 1), (np.array(7), DType.I8, 7),
@@ -135,7 +135,7 @@ class CreationTests(BackendCase):
         assert_same(ctx.full((2,), value, dtype), np.full(2, expected, dtype.numpy))
 
     def test_sixty_four_axes_are_the_most(self, ctx: Context) -> None:
-        """As many as an array of NumPy may have: all come to the host."""
+        """NumPy's limit: an array of all axes reaches the host."""
         most, number = (1,) * 63 + (2,), ctx.arange(0, 2, 1, DType.F32)
         shown = number.reshape(ctx, *most)
         for tensor in (
@@ -189,7 +189,7 @@ class CreationTests(BackendCase):
             grid[::-1],
             grid[:, ::-2],
             grid[:1, ::-1],
-            grid[2:3][::-1],  # C-contiguous to NumPy, as the next two are
+            grid[2:3][::-1],  # NumPy calls this and the next two C-contiguous
             grid[:, :1].copy()[:, ::-1],
             in_records(grid[0, :1]),
             np.broadcast_to(grid[0], (3, 6)),
@@ -281,15 +281,15 @@ class CreationTests(BackendCase):
             pytest.skip("the framework has no DLPack")
         device: tuple[int, int] = tensor.__dlpack_device__()
         if int(device[0]) != 1:
-            pytest.skip("not in the host's memory")
+            pytest.skip("not in host memory")
         try:
             capsule = tensor.__dlpack__()
-        except BufferError:  # what those that ask for it expect
+        except BufferError:  # the error that callers of DLPack expect
             if dtype in (DType.BF16, DType.BOOL):
                 return
             raise
         assert capsule is not None
-        if dtype is not DType.BF16:  # NumPy reads no bfloat16
+        if dtype is not DType.BF16:  # NumPy does not read bfloat16
             np.testing.assert_array_equal(np.from_dlpack(tensor), values.T)
 
     # Memory, names, contexts.

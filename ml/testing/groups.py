@@ -1,4 +1,4 @@
-"""A group of one rank: what a backend that can join processes offers where no launcher has started any."""
+"""A group of one rank, as a backend that can join processes offers it without a launcher."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SUMMED = (DType.F32, DType.F16, DType.BF16, DType.I32, DType.I64)
 class GroupTests(BackendCase):
     @pytest.fixture
     def group(self, backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
-        """Of one rank, whatever launcher the tests run under."""
+        """A group of one rank, whatever launcher the tests run under."""
         if not isinstance(backend, SupportsDistributed):
-            pytest.skip("no SupportsDistributed: a model is in one process")
+            pytest.skip("no SupportsDistributed: a model runs in one process")
         for name in LAUNCHER_VARIABLES:
             monkeypatch.delenv(name, raising=False)
         group = backend.distributed(timeout=5.0)
@@ -33,7 +33,7 @@ class GroupTests(BackendCase):
 
     def test_a_process_that_no_launcher_started_is_a_group_of_one(self, group: Group) -> None:
         assert (group.rank, group.size, group.timeout) == (0, 1, 5.0)
-        group.abandon("forward", ValueError("nobody waits for it"))
+        group.abandon("forward", ValueError("no other rank waits for it"))
         group.barrier()
 
     @each(dtype=DTYPES)

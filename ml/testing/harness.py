@@ -1,4 +1,4 @@
-"""What every part of the suite stands on: fixtures, tables of cases, declared absences, exact comparison."""
+"""Shared by the whole suite: fixtures, tables of cases, declared absences, exact comparison."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from ml.testing import plugin, quick
 from ml.testing.samples import exact
 
 NAMED = 10
-"""Cases that the first line of a failure names; the lines below it and ``--json`` have all."""
+"""The number of cases that the first line of a failure names; the lines below it and ``--json`` list all."""
 
 _Test = TypeVar("_Test", bound=Callable[..., None])
 _NAMES = {dtype.name: dtype for dtype in DType} | {"np": np, "ml": ml, "inf": math.inf, "nan": math.nan}
 
 
 class CasesFailedError(AssertionError):
-    """Cases of a table failed; the message names all of them, and how."""
+    """Cases of a table failed; the message lists all of them and their errors."""
 
 
 def each(**choices: Iterable[Any]) -> Callable[[_Test], _Test]:
-    """Run a test with every combination of these arguments, as one test of pytest that names all that fail.
+    """Run a test with every combination of these arguments, as one pytest test that names all failing cases.
 
-    A case is named by its arguments: the keys of a mapping, whose values the test is given, or else the
-    values themselves. Operations (``op``, and those that an expression calls) and dtypes that the backend
-    declares absent are left out; where that is all of them, the test is skipped. Of a test of
-    ``--ml-quick``, and where ``case_stride`` says so, only some run.
+    A case is named by its arguments: by the keys of a mapping, whose values the test receives, or by the
+    values themselves. Cases whose operations (``op``, and those that an expression calls) or dtypes the
+    backend declares absent are left out; if none remains, the test is skipped. ``--ml-quick`` and
+    ``case_stride`` run only some of the cases.
     """
 
     def decorate(test: _Test) -> _Test:
@@ -99,12 +99,12 @@ def _mentioned(value: Any) -> list[str | DType]:
 
 
 def evaluate(expression: str, **names: Any) -> Any:
-    """The value of an expression of a table, which may name dtypes (``F32``), np, ml, inf and nan."""
+    """The value of a table's expression, which may name dtypes (``F32``), np, ml, inf and nan."""
     return eval(expression, {**_NAMES, **names})
 
 
 def needs(*operations: str | DType) -> Callable[[_Test], _Test]:
-    """Skip a test where the backend declares one of these operations or dtypes absent."""
+    """Skip a test if the backend declares one of these operations or dtypes absent."""
 
     def mark(test: _Test) -> _Test:
         test.ml_needs = operations  # type: ignore[attr-defined]
@@ -114,18 +114,17 @@ def needs(*operations: str | DType) -> Callable[[_Test], _Test]:
 
 
 class BackendCase:
-    """Fixtures of the suite. A subclass says which backend, in one of three ways:
-
-    ``backend_name`` (a plugin's name, with ``backend_options`` for ``ml.open_backend``), the
-    command line, or an override of the fixture ``backend`` or ``open_backend``.
+    """Fixtures of the suite. The backend comes from ``backend_name`` (a plugin's name, with
+    ``backend_options`` for ``ml.open_backend``), from the command line, or from an override of the fixture
+    ``backend`` or ``open_backend``.
     """
 
     backend_name: ClassVar[str | None] = None
     backend_options: ClassVar[Mapping[str, Any]] = {}
     features: ClassVar[Features | None] = None
-    """In place of ``BackendSpec.features``."""
+    """Replaces ``BackendSpec.features`` unless None."""
     case_stride: ClassVar[int] = 1
-    """Of the cases of a table, one in this many runs."""
+    """Every how many cases of a table one is run."""
 
     @pytest.fixture
     def open_backend(self, request: pytest.FixtureRequest) -> Iterator[Callable[[], Backend]]:
@@ -155,7 +154,7 @@ class BackendCase:
 
     @pytest.fixture
     def foreign(self) -> Iterator[Context]:
-        """A context of another backend; where NumPy itself is tested, of another instance."""
+        """A context of another backend; of another instance if NumPy itself is under test."""
         with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
             yield ctx
 
@@ -180,7 +179,7 @@ class BackendCase:
             pytest.skip(missing)
 
     def declared_absent(self, needed: Iterable[str | DType]) -> str:
-        """One of these that the backend declares absent, as the reason of a skip; "" where it has all."""
+        """The first of these that the backend declares absent, as the reason for a skip; "" if it has all."""
         for want in needed:
             offered = want in self._declared.dtypes if isinstance(want, DType) else self._declared.has(want)
             if not offered:
@@ -190,7 +189,7 @@ class BackendCase:
     def chosen_cases(
         self, test: str, choices: Mapping[str, Iterable[Any]]
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The name and the arguments of each case that is to run."""
+        """The name and the arguments of each case to run."""
         named = [
             choice.items()
             if isinstance(choice, Mapping)
@@ -203,7 +202,7 @@ class BackendCase:
                 yield name, dict(zip(choices, (value for _, value in combination), strict=True))
 
     def offered(self, dtypes: Iterable[DType]) -> list[DType]:
-        """Those of ``dtypes`` that the backend does not declare absent, in order."""
+        """The ``dtypes`` that the backend has, in order."""
         return [dtype for dtype in dtypes if dtype in self._declared.dtypes]
 
     @classmethod
@@ -212,7 +211,7 @@ class BackendCase:
 
 
 def _case_name(value: Any) -> str:
-    """What is short of it: a dtype by its name, of a row of a table what is computed."""
+    """A short name: a dtype's name, or the expression of a table's row."""
     if isinstance(value, DType):
         return value.name
     if isinstance(value, tuple):
@@ -222,7 +221,7 @@ def _case_name(value: Any) -> str:
 
 
 def bits(array: np.ndarray) -> np.ndarray:
-    """The elements as unsigned integers, all NaNs as one."""
+    """The elements' bits as unsigned integers; all NaNs become one."""
     flat = np.ascontiguousarray(array)
     raw = flat.reshape(-1).view(np.dtype(f"u{flat.itemsize}")).reshape(array.shape).copy()
     if DType.from_numpy(array.dtype).is_float:
@@ -232,7 +231,7 @@ def bits(array: np.ndarray) -> np.ndarray:
 
 
 def assert_same(tensor: Tensor, expected: Any, dtype: DType | None = None) -> None:
-    """Dtype, shape and every bit (any NaN equals any NaN); ``expected`` is taken as ``dtype``."""
+    """Compare dtype, shape and every bit (any NaN equals any NaN); ``expected`` is converted to ``dtype``."""
     wanted = np.asarray(expected, dtype=None if dtype is None else dtype.numpy)
     actual = tensor.to_numpy()
     assert isinstance(actual, np.ndarray)
@@ -245,7 +244,7 @@ def assert_same(tensor: Tensor, expected: Any, dtype: DType | None = None) -> No
 
 
 _TOLERANCE = {
-    # One unit in the last place of the narrow floats: computed in F32 and rounded once.
+    # For the narrow floats, one unit in the last place: they are computed in F32 and rounded once.
     DType.F32: (4e-6, 2e-6),
     DType.F16: (1e-3, 1e-6),
     DType.BF16: (8e-3, 1e-6),
@@ -255,20 +254,24 @@ _TOLERANCE = {
 def assert_close(
     tensor: Tensor, expected: np.ndarray, dtype: DType, slack: float = 1.0, absolute: float = 0.0
 ) -> None:
-    """Within ``slack`` times the tolerance of ``dtype`` of a float64 reference, or within ``absolute``."""
+    """Check that the result is within ``slack`` times the tolerance of ``dtype``, or within ``absolute``, of
+    a float64 reference.
+    """
     actual = tensor.to_numpy()
     assert tensor.dtype is dtype
     assert tuple(tensor.shape) == actual.shape == expected.shape
     relative, least = _TOLERANCE[dtype]
     with np.errstate(all="ignore"):
-        rounded = expected.astype(dtype.numpy).astype(np.float64)  # overflows to inf as the result does
+        rounded = expected.astype(dtype.numpy).astype(np.float64)  # overflows to inf, like the result
     np.testing.assert_allclose(
         actual.astype(np.float64), rounded, rtol=relative * slack, atol=max(least * slack, absolute)
     )
 
 
 def assert_rounded_once(tensor: Tensor, expected: np.ndarray, dtype: DType, slack: float) -> None:
-    """``slack`` times the tolerance of F32 about a float64 reference, and of that what ``dtype`` makes."""
+    """Check that the result is some value within ``slack`` times F32's tolerance of a float64 reference,
+    rounded once to ``dtype``.
+    """
     actual = tensor.to_numpy()
     assert tensor.dtype is dtype
     assert tuple(tensor.shape) == actual.shape == expected.shape
@@ -305,7 +308,7 @@ class unchanged:  # noqa: N801
 def refused(
     *calls: Callable[[], object], error: type[Exception] = ml.MLError, keep: Sequence[Tensor] = ()
 ) -> None:
-    """Each call raises that ml error and leaves the tensors of ``keep`` as they were."""
+    """Check that each call raises ``error`` and leaves the tensors of ``keep`` unchanged."""
     for call in calls:
         with unchanged(*keep, error=error):
             call()

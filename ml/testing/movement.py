@@ -1,4 +1,4 @@
-"""view, slice, permute and reshape: what they show, and that they alias it."""
+"""view, slice, permute and reshape: the elements they show, and aliasing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VIEWS: list[tuple[int, tuple[int, ...], tuple[int, ...] | None, Any]] = [
 """Offset, shape, strides, and the elements of 0 to 23 that such a view shows."""
 
 SHOWN = {
-    # The first element shown is where an offset counts from, and the storage is the limit.
+    # Offsets count from the first element shown; the storage is the limit.
     "x.slice(ctx, 0, 1, 3).slice(ctx, 1, 2, 4).view(ctx, 0, (3,))": "a[8:11]",
     "x.slice(ctx, 0, 1, 3).slice(ctx, 1, 2, 4).view(ctx, -8, (24,))": "a",
     "x.slice(ctx, 0, 1, 3).slice(ctx, 1, 2, 4).view(ctx, -3, (2, 2), (6, 1))": "a[[[5, 6], [11, 12]]]",
@@ -47,7 +47,7 @@ SHOWN = {
     "x.slice(ctx, 1, 6, 6, 3).contiguous(ctx)": "g[:, 6:6]",
     "v.view(ctx, 24, (0, 5)).slice(ctx, 1, 2, 4)": "a[24:].reshape(0, 2)",
     "v.view(ctx, 24, (0, 5)).slice(ctx, 1, 2, 4).view(ctx, 0, (0,))": "a[24:]",
-    # Where axes that are merged or split are contiguous among themselves, the rest may be anything.
+    # Merged or split axes must be contiguous among themselves; the others may have any strides.
     "x.reshape(ctx, 2, 3, 4).slice(ctx, 0, 1, 2).reshape(ctx, 12)": "a[12:]",
     "v.reshape(ctx, 2, 3, 4).slice(ctx, 1, 1, 3).reshape(ctx, 2, 8)": "a.reshape(2, 12)[:, 4:]",
     "x.reshape(ctx, 2, 3, 4).slice(ctx, 2, 0, 4, 2).reshape(ctx, 6, 2)": "a[::2].reshape(6, 2)",
@@ -66,12 +66,13 @@ SHOWN = {
     **{f"v.slice(ctx, 0, 0, 0).reshape(ctx, *{shape})": f"a[:0].reshape{shape}" for shape in ((3, 0), (0,),
         (-1, 3))},
     **{f"v.view(ctx, 3, ()).reshape(ctx, *{shape})": f"a[3].reshape{shape}" for shape in ((1, 1), (-1,))},
-    # NumPy's integers are integers.
+    # NumPy's integers are accepted.
     "x.slice(ctx, 0, np.int64(1), np.uint8(3), np.int64(1))": "g[1:3]",
     "v.view(ctx, np.int64(1), (np.uint8(3), 1), (np.int64(1), 1))": "a[1:4].reshape(3, 1)",
     "v.reshape(ctx, np.uint8(3), np.int64(-1))": "a.reshape(3, 8)",
 }  # fmt: skip
-"""What shows parts of ``v`` (24 elements) or of ``x`` (the same, 4 x 6), and of ``a`` and ``g`` in NumPy."""
+"""Views of ``v`` (24 elements) or ``x`` (the same as 4 x 6), and the same views of ``a`` and ``g`` in NumPy.
+"""
 SLICES = [(axis, *cut) for axis in (0, 1, 2) for cut in ((0, 4, 1), (1, 3, 1), (0, 3, 2), (1, 4, 2),
     (0, 4, 3), (2, 2, 1), (0, 3, 100))]  # fmt: skip
 
@@ -130,7 +131,7 @@ class MovementTests(BackendCase):
         shown = ctx.zeros((2, 3, 4), DType.I32).permute(ctx, 1, 2, 0)
         assert (shown.shape, shown.strides) == ((3, 4, 2), (4, 1, 12))
 
-    # Aliasing. Walks of many views and writes are in aliasing.py.
+    # Aliasing. aliasing.py has random walks of views and writes.
 
     def test_two_contexts_share_storage_and_order(self, backend: Backend) -> None:
         with backend.new_context() as first, backend.new_context() as second:

@@ -1,4 +1,4 @@
-"""The capabilities that a backend may have beside attention: rope, host memory, its wishes for caches."""
+"""Optional capabilities other than attention: rope, host memory, a preferred layout of caches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SPECS = [
 
 
 def _any_bits(dtype: DType, shape: tuple[int, ...]) -> np.ndarray:
-    """Elements of any bit pattern, NaN and denormals too."""
+    """Elements of any bit pattern, including NaN and denormals."""
     nbytes = math.prod(shape) * dtype.itemsize
     raw = np.random.default_rng(7).integers(0, 2 if dtype is DType.BOOL else 256, nbytes, np.uint8)
     return raw.view(dtype.numpy).reshape(shape)
@@ -58,15 +58,15 @@ class CapabilityTests(BackendCase):
         self, backend: Backend, ctx: Context, dtype: DType, spec: RopeSpec
     ) -> None:
         if not isinstance(backend, SupportsRope):
-            pytest.skip("no SupportsRope: ml.nn runs its generic body")
+            pytest.skip("no SupportsRope: ml.nn uses its generic implementation")
         x = ctx.from_numpy(normal((5, 3, 16), dtype, 23))
         positions = np.array([0, 1, 7, 500, 3000], np.int32)
-        for given in (x, x.permute(ctx, 1, 0, 2).contiguous(ctx).permute(ctx, 1, 0, 2)):
-            fused = backend.rope(ctx, given, ctx.from_numpy(positions), spec)
+        for layout in (x, x.permute(ctx, 1, 0, 2).contiguous(ctx).permute(ctx, 1, 0, 2)):
+            fused = backend.rope(ctx, layout, ctx.from_numpy(positions), spec)
             if fused is None:
-                pytest.skip("the kernel leaves this spec to the generic body")
+                pytest.skip("the kernel leaves this spec to the generic implementation")
             generic = apply_rope(ctx, x, *rope_tables(ctx, positions, spec), spec)
-            # An angle of 3,000, which F32 knows to 2e-4.
+            # An angle of 3,000 has an error of 2e-4 in F32.
             slack = 100 if dtype is DType.F32 else 2
             assert_close(fused, exact(generic.to_numpy()), dtype, slack, absolute=2e-4)
 
@@ -77,12 +77,12 @@ class CapabilityTests(BackendCase):
     def test_rows_are_multiplied_by_matrices_of_their_own(
         self, ctx: Context, dtype: DType, counts: list[int]
     ) -> None:
-        """By the kernel of a backend with SupportsGroupedMatmul, and by the generic body."""
+        """By the kernel of a backend with SupportsGroupedMatmul, and by the generic implementation."""
         groups = np.repeat(np.arange(4, dtype=np.int32), counts)
         for inner, outer in ((16, 24), (6, 7)):
             x, weight = normal((len(groups), inner), dtype, 3), normal((4, outer, inner), dtype, 4)
             turned = ctx.from_numpy(weight).permute(ctx, 0, 2, 1)
-            part = turned.concat(ctx, turned, 2).slice(ctx, 2, 3, outer + 3)  # begins anywhere
+            part = turned.concat(ctx, turned, 2).slice(ctx, 2, 3, outer + 3)  # starts at any offset
             expected = np.einsum("ri,roi->ro", exact(x), exact(weight)[groups])
             for matrices, right in (
                 (turned, expected),
@@ -97,14 +97,16 @@ class CapabilityTests(BackendCase):
 
     def test_arrays_that_go_together_arrive_as_one_by_one(self, backend: Backend, ctx: Context) -> None:
         if not isinstance(backend, SupportsTransfers):
-            pytest.skip("no SupportsTransfers: arrays go one by one")
-        given = [(_any_bits(dtype, shape), dtype) for dtype in DTYPES for shape in ((3, 5), (0, 2), (7,), ())]
-        given += [(np.arange(9)[::-2], DType.I32), (np.array([[0.5, -np.inf]]), DType.BF16)]
-        actual = backend.upload(ctx, given)
-        expected = [ctx.from_numpy(array, dtype).to_numpy() for array, dtype in given]
-        for array, _ in given:
+            pytest.skip("no SupportsTransfers: arrays are uploaded one at a time")
+        arrays = [
+            (_any_bits(dtype, shape), dtype) for dtype in DTYPES for shape in ((3, 5), (0, 2), (7,), ())
+        ]
+        arrays += [(np.arange(9)[::-2], DType.I32), (np.array([[0.5, -np.inf]]), DType.BF16)]
+        actual = backend.upload(ctx, arrays)
+        expected = [ctx.from_numpy(array, dtype).to_numpy() for array, dtype in arrays]
+        for array, _ in arrays:
             array[...] = 1
-        for tensor, (_, dtype), right in zip(actual, given, expected, strict=True):
+        for tensor, (_, dtype), right in zip(actual, arrays, expected, strict=True):
             assert (tensor.shape, tensor.dtype) == (right.shape, dtype)
             assert tensor.to_numpy().tobytes() == right.tobytes()
         target = ctx.zeros((9, 2), DType.F32)
@@ -118,22 +120,22 @@ class CapabilityTests(BackendCase):
         if not isinstance(backend, SupportsHostMemory):
             pytest.skip("no SupportsHostMemory: arrays are copied")
         array = _any_bits(dtype, (2, 3, 4))
-        for given in (
+        for source in (
             array,
             array[:, ::2],
             _read_only(array),
             array[:0],
             array[::-1],
-            array[:1][::-1],  # C-contiguous to NumPy
+            array[:1][::-1],  # NumPy calls it C-contiguous
             in_records(array),
             in_records(array[0, 0, :1]),
         ):
-            tensor = backend.borrow(ctx, given)
-            assert (tensor.shape, tensor.dtype) == (given.shape, dtype)
-            assert tensor.to_numpy().tobytes() == given.tobytes()
-            whole = ctx.zeros(given.shape, dtype)
+            tensor = backend.borrow(ctx, source)
+            assert (tensor.shape, tensor.dtype) == (source.shape, dtype)
+            assert tensor.to_numpy().tobytes() == source.tobytes()
+            whole = ctx.zeros(source.shape, dtype)
             tensor.copy(ctx, whole)
-            assert whole.to_numpy().tobytes() == given.tobytes()
+            assert whole.to_numpy().tobytes() == source.tobytes()
 
     @each(dtype=DTYPES)
     def test_what_is_written_over_a_tensor_from_outside_is_what_it_holds(
@@ -143,7 +145,7 @@ class CapabilityTests(BackendCase):
             pytest.skip("no SupportsHostMemory: arrays are copied")
         host = _any_bits(dtype, (2, 4, 6))
         whole = ctx.from_numpy(np.zeros((2, 4, 6), dtype.numpy))
-        # Others that may share the memory, pending or not: they stay what they were.
+        # Other tensors that may share the memory, pending or not: they must not change.
         result = whole.reshape(ctx, 8, 6).contiguous(ctx)
         twin = ctx.zeros((2, 4, 6), dtype)
         twin.copy(ctx, whole)
@@ -157,14 +159,14 @@ class CapabilityTests(BackendCase):
             for values in (host.reshape(-1)[: mine.size].reshape(mine.shape), np.zeros_like(mine)):
                 place = backend.overwrite(ctx, part)
                 if place is None:
-                    pytest.skip("this memory is not the host's")
+                    pytest.skip("this memory is not writable by the host")
                 assert (place.shape, place.dtype) == (part.shape, dtype.numpy)
                 place[...] = mine[...] = values
                 del place
-                assert whole.to_numpy().tobytes() == model.tobytes()  # and nothing beside it
+                assert whole.to_numpy().tobytes() == model.tobytes()  # and nothing else was written
         assert not result.to_numpy().astype(np.float32).any()
         assert not twin.to_numpy().astype(np.float32).any()
-        ctx.from_numpy(host).copy(ctx, whole)  # what follows in the ordinary way is seen too
+        ctx.from_numpy(host).copy(ctx, whole)  # later ordinary writes are visible too
         assert whole.to_numpy().tobytes() == host.tobytes()
 
     def test_what_shows_an_element_twice_is_not_written_over(self, backend: Backend, ctx: Context) -> None:

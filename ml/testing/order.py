@@ -1,4 +1,4 @@
-"""When things happen: program order across views, contexts, forward, compute and reserve."""
+"""Program order across views, contexts, forward, compute and reserve."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ml.testing.harness import BackendCase, assert_same, each, needs
 
 
 def _numbers(backend: Backend) -> Tensor:
-    """0 to 3, pending or not."""
+    """The numbers 0 to 3; the copy may be pending."""
     with backend.new_context() as ctx:
         tensor = ctx.zeros((4,), DType.I32)
         ctx.arange(0, 4, 1, DType.I32).copy(ctx, tensor)
@@ -21,7 +21,7 @@ def _numbers(backend: Backend) -> Tensor:
 
 
 def _doubled(backend: Backend, tensor: Tensor) -> list[int]:
-    """Twice what it holds, by its own rows, and written back half."""
+    """Twice the content of ``tensor``, whose rows are also rewritten from a pending copy."""
     with backend.new_context() as ctx:
         both = tensor.contiguous(ctx).concat(ctx, tensor, 0)
         picked = both.rows(ctx, [0, 5, 2, 7])
@@ -40,10 +40,10 @@ class OrderTests(BackendCase):
 
     def test_a_native_taken_before_a_write_does_not_freeze_the_tensor(self, ctx: Context) -> None:
         tensor = ctx.zeros((4,), DType.F32)
-        held = [tensor.native, tensor.slice(ctx, 0, 0, 2).native]
+        natives = [tensor.native, tensor.slice(ctx, 0, 0, 2).native]
         ctx.full((4,), 3, DType.F32).copy(ctx, tensor)
         assert_same(tensor, [3, 3, 3, 3], DType.F32)
-        assert len(held) == 2
+        assert len(natives) == 2
 
     @needs("add")
     def test_a_read_before_a_write_keeps_what_it_read(self, ctx: Context) -> None:
@@ -61,7 +61,7 @@ class OrderTests(BackendCase):
 
     @needs("add")
     def test_writes_and_reads_that_feed_each_other(self, ctx: Context) -> None:
-        """Fibonacci in place: each step reads what the last two wrote through other views."""
+        """Fibonacci in place: each step reads what the previous two wrote through other views."""
         tensor = ctx.zeros((30,), DType.I64)
         ctx.full((1,), 1, DType.I64).copy(ctx, tensor.slice(ctx, 0, 1, 2))
         for i in range(2, 30):
@@ -126,7 +126,9 @@ class OrderTests(BackendCase):
     def test_a_backend_opened_in_one_thread_is_used_in_others(
         self, open_backend: Callable[[], Backend]
     ) -> None:
-        """A server opens it in one thread and computes in another; threads of a framework have state."""
+        """A server opens a backend in one thread and computes in another; frameworks keep state per
+        thread.
+        """
         with ThreadPoolExecutor(1) as opener, ThreadPoolExecutor(1) as worker:
             backend = opener.submit(open_backend).result()
             made = opener.submit(_numbers, backend).result()

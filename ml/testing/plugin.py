@@ -1,4 +1,4 @@
-"""What ``--ml-backend`` and ``--ml-backend-option`` mean: hooks that pytest has once one of them is given.
+"""The hooks behind ``--ml-backend`` and ``--ml-backend-option``, registered once one of them is used.
 
 Importing this imports no framework and no part of the suite. The options themselves are declared by
 ``ml_kvcache.pytest_plugin``.

@@ -1,4 +1,4 @@
-"""Backends that attend to codes, and that write them: against blocks from their definition, in float64."""
+"""Backends that attend to quantized codes or write them, against the formats' definition in float64."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ TOLERANCE = {DType.F32: 2e-5, DType.F16: 4e-3, DType.BF16: 3e-2}
 
 
 def encoded(x: np.ndarray, name: str) -> Arrays:
-    """Codes and F16 scales of F32 (..., dim), as ggml-quants.c has it: each product rounded to F32."""
+    """Codes and F16 scales of F32 (..., dim), as in ggml-quants.c: each product is rounded to F32."""
     blocks = x.astype(np.float32).reshape(-1, BLOCK)
-    peak = blocks[np.arange(len(blocks)), np.abs(blocks).argmax(1)][:, None] + np.float32(0)  # -0.0 is 0
+    peak = blocks[np.arange(len(blocks)), np.abs(blocks).argmax(1)][:, None] + np.float32(0)  # no -0.0
     scale = abs(peak) / np.float32(127) if name == "Q8_0" else peak / np.float32(-8)
     inverse = np.where(scale == 0, np.float32(0), np.float32(1) / np.where(scale == 0, np.float32(1), scale))
     scaled = blocks * inverse
@@ -50,7 +50,9 @@ def decoded(parts: Arrays, name: str) -> np.ndarray:
 
 
 def laid_out(ctx: Context, parts: Arrays, order: tuple[int, ...], room: int = 3) -> list[Tensor]:
-    """Each part (cells, kv_heads, width) in this order of axes, in a buffer that has ``room`` besides."""
+    """Each part (cells, kv_heads, width), stored in this order of axes in a buffer with ``room`` more
+    cells.
+    """
     made = []
     for part in parts:
         whole = np.full([part.shape[axis] + (0, room, 0)[i] for i, axis in enumerate(order)], 77, part.dtype)
@@ -64,7 +66,7 @@ def laid_out(ctx: Context, parts: Arrays, order: tuple[int, ...], room: int = 3)
 
 
 class QuantizedTests(BackendCase):
-    """What SupportsRaggedAttention and SupportsKVStorage promise of formats, where a backend offers them."""
+    """What SupportsRaggedAttention and SupportsKVStorage promise for storage formats."""
 
     @_stores_codes
     @each(
@@ -77,7 +79,7 @@ class QuantizedTests(BackendCase):
         self, backend: Backend, ctx: Context, formats: tuple[str, str], order: tuple[int, ...],
         heads: tuple[int, int], case: str,
     ) -> None:  # fmt: skip
-        """Scales that no segment has are NaN; with sinks where one KV head has several queries."""
+        """Scales in no segment are NaN; with sinks if a KV head has several query heads."""
         tokens, cells = (int(word) for word in case.split() if word.isdigit())
         plan = random_plan(tokens + heads[0], tokens, cells)
         query = normal((tokens, heads[0], 64), DType.F32, 50, spread=1)
@@ -107,7 +109,7 @@ class QuantizedTests(BackendCase):
     def test_codes_that_a_neighbour_sees_reach_no_other_query(
         self, backend: Backend, ctx: Context, name: str
     ) -> None:
-        """Causal queries over one segment: the cell that only the last one sees is broken."""
+        """Causal queries over one segment; the cell that only the last query sees contains NaN."""
         query = normal((4, 2, 32), DType.F32, 57, spread=1)
         key, value = (encoded(normal((40, 1, 32), DType.F32, seed, spread=1), name) for seed in (58, 59))
         readers = np.array([(i, 0, 37 + i) for i in range(4)])
@@ -125,9 +127,9 @@ class QuantizedTests(BackendCase):
     def test_codes_are_read_with_the_scales_that_are_given_with_them(
         self, backend: Backend, ctx: Context, name: str
     ) -> None:
-        """The second time that one tensor of codes is read, with others."""
+        """The same tensor of codes is read a second time with different scales."""
         if not isinstance(backend, SupportsRaggedAttention):
-            pytest.skip("no SupportsRaggedAttention: caches read blocks back")
+            pytest.skip("no SupportsRaggedAttention: caches decode blocks first")
         query, plan = normal((1, 2, 32), DType.F32, 57, spread=1), random_plan(9, 1, 8)
         codes, scales = encoded(normal((8, 1, 32), DType.F32, 58, spread=1), name)
         same_codes = ctx.from_numpy(codes)
@@ -136,7 +138,7 @@ class QuantizedTests(BackendCase):
             asked = ctx.from_numpy(query)
             actual = backend.ragged_attention(ctx, asked, stored, stored, plan, 0.3, None, (name, name))
             if actual is None:
-                pytest.skip("the kernel leaves this case to blocks that are read back")
+                pytest.skip("the kernel leaves this case to decoded blocks")
             values = decoded(parts, name)
             right = ragged_reference(exact(query), values, values, plan, 0.3)
             np.testing.assert_allclose(exact(actual.to_numpy()), right, rtol=0, atol=2e-5)
@@ -157,13 +159,13 @@ class QuantizedTests(BackendCase):
         formats: tuple[str, str], order: tuple[int, ...], plan: RaggedPlan, sinks: np.ndarray | None,
     ) -> Tensor:  # fmt: skip
         if not isinstance(backend, SupportsRaggedAttention):
-            pytest.skip("no SupportsRaggedAttention: caches read blocks back")
+            pytest.skip("no SupportsRaggedAttention: caches decode blocks first")
         keys, values = laid_out(ctx, key, order), laid_out(ctx, value, order)
         logits = None if sinks is None else ctx.from_numpy(sinks)
         asked = ctx.from_numpy(query.transpose(1, 0, 2).copy()).permute(ctx, 1, 0, 2)
         actual = backend.ragged_attention(ctx, asked, keys, values, plan, 0.3, logits, formats)
         if actual is None:
-            pytest.skip("the kernel leaves this case to blocks that are read back")
+            pytest.skip("the kernel leaves this case to decoded blocks")
         return actual
 
     # Writing.
@@ -186,8 +188,8 @@ class QuantizedTests(BackendCase):
         before, parts, store = self._store(backend, ctx, order, formats, dims, 0 if kind == "whole" else 3)
         new = [normal((count, 2, dim), dtype, 62 + i, spread=3) for i, dim in enumerate(dims)]
         new[0][0, 0, :32] = 0
-        given = [ctx.from_numpy(x.transpose(1, 0, 2).copy()).permute(ctx, 1, 0, 2) for x in new]
-        assert store.write(ctx, start, count, given[0], given[1])
+        sources = [ctx.from_numpy(x.transpose(1, 0, 2).copy()).permute(ctx, 1, 0, 2) for x in new]
+        assert store.write(ctx, start, count, sources[0], sources[1])
         for host, tensors, x, name in zip(before, parts, new, formats, strict=True):
             for old, tensor, written in zip(host, tensors, encoded(exact(x), name), strict=True):
                 old[start : start + count] = written
@@ -231,9 +233,9 @@ class QuantizedTests(BackendCase):
         self, backend: Backend, ctx: Context, order: tuple[int, ...], formats: tuple[str, str],
         dims: tuple[int, int] = (64, 96), room: int = 0,
     ) -> tuple[list[Arrays], list[list[Tensor]], KVStore]:  # fmt: skip
-        """Twelve cells of two heads of each size: what they hold, where that lies, and the store."""
+        """Twelve cells of two heads of each size: their content, the tensors that hold it, and the store."""
         if not isinstance(backend, SupportsKVStorage):
-            pytest.skip("no SupportsKVStorage: codes are made first and then copied")
+            pytest.skip("no SupportsKVStorage: codes are computed first, then copied")
         before = [
             encoded(normal((12, 2, dim), DType.F32, 60 + dim), name)
             for dim, name in zip(dims, formats, strict=True)

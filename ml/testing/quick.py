@@ -1,6 +1,7 @@
-"""The part of the suites that ``--ml-quick`` runs: about a minute where each shape is compiled.
+"""The tests that ``--ml-quick`` runs: about a minute on a backend that compiles each shape.
 
-It is for the time in which a backend is written. It finds what goes wrong most often, and is no conformance.
+It is meant for the development of a backend: it finds the most frequent errors, but does not prove
+conformance.
 """
 
 from __future__ import annotations
@@ -77,16 +78,16 @@ QUICK: Mapping[str, str] = {
     "test_layers_keep_apart": r"\[head major-causal\]",
     "test_the_bundled_model_says_what_it_says_on_numpy": "",
 }
-"""The tests, each with a pattern of which of its parameters or cases: all, where it is empty."""
+"""The tests, each with a pattern for its parameters or cases; an empty pattern selects all."""
 
 
 def has_case(test: str, case: str) -> bool:
-    """Whether that case of a test's table is one of them."""
+    """Whether ``--ml-quick`` runs this case of a test's table."""
     return re.search(QUICK.get(test, ""), case) is not None
 
 
 def chosen(item: pytest.Item) -> bool:
-    """Whether it is one of them."""
+    """Whether ``--ml-quick`` runs this test."""
     pattern = QUICK.get(getattr(item, "originalname", item.name))
     return pattern is not None and (
         not hasattr(item, "callspec") or re.search(pattern, item.name) is not None

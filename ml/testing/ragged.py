@@ -1,4 +1,4 @@
-"""Plans of ragged batches at random, and attention by them from its definition."""
+"""Random plans of ragged batches, and their attention computed from its definition."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ml.ragged import RaggedPlan
 
 
 def random_plan(seed: int, tokens: int, cells: int) -> RaggedPlan:
-    """A plan for ``tokens`` queries over ``cells`` rows: runs and lists of rows, shared and not, with bounds.
+    """A random plan for ``tokens`` queries over ``cells`` rows: bounded runs and lists of rows, some of them
+    shared.
 
     Needs at least 4 rows. No query sees a row twice.
     """
@@ -47,7 +48,7 @@ def ragged_reference(
     scale: float,
     sinks: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Float64 (tokens, heads, v_dim), one query and head at a time."""
+    """Attention as float64 (tokens, heads, v_dim), one query and head at a time."""
     query, key, value = (x.astype(np.float64) for x in (query, key, value))
     tokens, heads, _ = query.shape
     group = heads // key.shape[1]

@@ -1,7 +1,7 @@
-"""Random strided views, read and written, against NumPy's ``as_strided`` on a flat array of the same bits.
+"""Random strided views, read and written, compared with NumPy's ``as_strided`` of the same bits.
 
-``ml.testing.aliasing`` walks through views of views; here a view is one draw of offset, shape and strides,
-among them 0 and strides that overlap, and what is asked of it is every way to read or to write it.
+``ml.testing.aliasing`` walks through views of views. Here a view is one draw of offset, shape and strides,
+which may be 0 or overlap, and is read and written in every way.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from ml.testing.samples import DTYPES, special_values
 SIZE = 48
 SEEDS = range(12)
 DRAWS = 6
-"""Views of one seed and dtype: shapes are drawn from few, as each may be compiled."""
+"""The number of views for each seed and dtype. Few shapes occur, as each may be compiled."""
 SHAPES = [(3, 4), (2, 3, 2), (5,), (2, 1, 4), (4, 0), ()]
 Geometry = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 def draw(random: np.random.Generator, shape: tuple[int, ...]) -> Geometry:
-    """A view of that shape inside the storage: in C order with gaps, permuted, repeating or any other."""
+    """A view of this shape inside the storage: in C order with gaps, permuted, repeating or arbitrary."""
     room, strides = SIZE - 1, [0] * len(shape)
     for axis in random.permutation(len(shape)).tolist():
         strides[axis] = int(random.integers(0, min(room // max(shape[axis] - 1, 1), 11) + 1))
         room -= max(shape[axis] - 1, 0) * strides[axis]
-    if random.integers(3) == 0:  # a plain one
+    if random.integers(3) == 0:  # a dense slice
         strides = [int(np.prod(shape[axis + 1 :])) for axis in range(len(shape))]
         room = SIZE - max(int(np.prod(shape)), 1)
     return int(random.integers(0, room + 1)), shape, tuple(strides)
 
 
 def shown(flat: np.ndarray, view: Geometry) -> np.ndarray:
-    """The model: a writeable view of NumPy's of the same memory."""
+    """The model: NumPy's writable view of the same memory."""
     offset, shape, strides = view
     steps = tuple(stride * flat.itemsize for stride in strides)
     return np.lib.stride_tricks.as_strided(flat[offset:], shape, steps, writeable=True)
 
 
 def overlaps(view: Geometry) -> bool:
-    """Whether it shows an element twice: by counting them."""
+    """Whether the view shows an element twice, by counting."""
     where = shown(np.arange(SIZE), view)
     return len(np.unique(where)) < where.size
 
 
 @contextlib.contextmanager
 def told(seed: int, *views: Geometry) -> Iterator[None]:
-    """What fails in the block says of which seed and views."""
+    """Add the seed and the views to errors raised in the block."""
     try:
         yield
     except Exception as error:
@@ -86,7 +86,9 @@ class RandomViewTests(BackendCase):
     def test_random_views_are_written_as_numpys_as_strided(
         self, ctx: Context, seed: int, dtype: DType
     ) -> None:
-        """From views of the same storage: as if what overlaps were read first. What repeats is read-only."""
+        """Copy between views of one storage as if the source were read first. A view that repeats elements is
+        read-only.
+        """
         random = np.random.default_rng(1000 + seed)
         flat = random.choice(special_values(dtype), SIZE)
         tensor = ctx.from_numpy(flat)

@@ -1,4 +1,4 @@
-"""What is refused: arguments, closed things, foreign tensors, pickling, declared absences."""
+"""Refusals: invalid arguments, closed objects, foreign tensors, pickling, declared absences."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OPERATIONS: Mapping[str, str] = {
     "view": "a.view(ctx, 0, (2,))", "slice": "a.slice(ctx, 0, 0, 1)", "permute": "a.permute(ctx, 1, 0)",
     "reshape": "a.reshape(ctx, 4)", "copy": "a.copy(ctx, b)", "set_rows": "a.set_rows(ctx, b, [0, 1])",
 }  # fmt: skip
-"""A valid call of each, with F32 tensors ``a`` and ``b`` of shape (2, 2)."""
+"""A valid call of each operation on F32 tensors ``a`` and ``b`` of shape (2, 2)."""
 WITH_TWO_TENSORS = ("concat", "copy", "set_rows", *BINARY_OPERATIONS, "matmul", "compare", "where")
 
 _NO_SHAPES = ["(-1,)", "(2, -3)", "(2.0,)", "('2',)", "None", "(1,) * 65"]
@@ -67,12 +67,12 @@ REFUSED: Mapping[type[ml.MLError], list[str]] = {
         *(f"x.permute(ctx, {axes})" for axes in ("0", "0, 0", "0, 2", "0, 1, 2", "0, -3", "0, -2")),
         *(f"v.reshape(ctx, *{to})" for to in ("(23,)", "(5, -1)", "(-1, -1)", "(-2, 12)", "(0, -1)", "()",
             "(24, 0)")),
-        # What needs a copy.
+        # Reshapes that need a copy.
         "x.permute(ctx, 1, 0).reshape(ctx, 24)", "x.slice(ctx, 1, 0, 4).reshape(ctx, 16)",
         "x.reshape(ctx, 2, 3, 4).slice(ctx, 1, 0, 2).reshape(ctx, 4, 4)",
         "v.view(ctx, 0, (3, 4), (0, 1)).reshape(ctx, 12)",
         "x.reshape(ctx, 2, 3, 4).permute(ctx, 1, 0, 2).reshape(ctx, 6, 4)",
-        # Axes that are not there.
+        # Axes that do not exist.
         *(call for axis in (2, -3) for call in (
             f"x.rows(ctx, [0], {axis})", f"x.set_rows(ctx, x.slice(ctx, 0, 0, 1), [0], {axis})",
             f"x.concat(ctx, x, {axis})", f"x.repeat(ctx, {axis}, 2)",
@@ -160,11 +160,11 @@ REFUSED: Mapping[type[ml.MLError], list[str]] = {
         "ctx.compute('text')",
     ],
 }  # fmt: skip
-"""What is raised, by which calls; the operands are made in the first test."""
+"""The calls that raise each error; the first test creates the operands."""
 
 
 def checks_absence(test: Any) -> Any:
-    """This test looks at absences itself, so it is never skipped for one."""
+    """Marks a test that checks absences itself, and so is never skipped because of one."""
     test.ml_checks_absence = True
     return test
 
@@ -240,7 +240,7 @@ class RefusalTests(BackendCase):
             pytest.skip("needs the name of a plugin")
         assert open_backend().name == (self._name(request) or pytest.skip("needs the name of a plugin"))
 
-    # Closed.
+    # Closed objects.
 
     @each(op=OPERATIONS.keys())
     def test_a_closed_context_refuses_every_operation(self, backend: Backend, ctx: Context, op: str) -> None:

@@ -1,7 +1,7 @@
-"""Running the shipped suites on a backend in a process of its own, and what each test of them came to.
+"""Run the shipped suites on a backend in a separate process, and collect the result of each test.
 
-In pytest, ``-p ml.testing.results --ml-results=FILE`` keeps a record: a line of JSON for the backend, one for
-how many tests a run is of, and for each test one when it begins and one when it is done.
+In pytest, ``-p ml.testing.results --ml-results=FILE`` writes a record in lines of JSON: one for the backend,
+one for the number of tests, and two for each test, when it begins and when it ends.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from ml.testing.time_limit import SECONDS
 
 SUITES = ("ml.testing", "kvcache.testing")
 LONGEST = 300
-"""Characters of a reason."""
+"""The largest length of a reason, in characters."""
 NO_TESTS = 5
-"""What pytest exits with when nothing was selected."""
+"""pytest's exit code if no test was selected."""
 _INTERRUPTED = 2
 _POLL_S = 0.1
 _GRACE_S = 5.0
 
 Progress = Callable[[int, int, int, str], None]
-"""Is told, ten times a second, how many tests are done, of how many (0: they are being collected), how many
-of these failed, and which is running, by area and name."""
+"""Called ten times a second with the number of finished tests, of all tests (0 during collection) and of
+failed tests, and the area and name of the running test.
+"""
 
 
 class CrashedError(RuntimeError):
-    """The process was killed, or ended in the middle of a test; the message says how, and in which.
-
-    ``test``: its area and name; empty before the first, and after the last.
+    """The process was killed or ended during a test; the message says how, and during which test. ``test`` is
+    the test's area and name; empty before the first test and after the last.
     """
 
     def __init__(self, how: str, test: str) -> None:
@@ -47,10 +47,10 @@ class CrashedError(RuntimeError):
 
 
 class Result(NamedTuple):
-    """One test: the module it is written in, its name, and how it ended.
+    """The result of one test: its module, its name, and its outcome.
 
-    ``outcome`` is "pass", "absent", "n/a" or "FAIL"; ``reason`` says why, where it did not pass. Where a test
-    is of many cases, ``cases`` are those that failed; of a parametrized test it is its parameters.
+    ``outcome`` is "pass", "absent", "n/a" or "FAIL"; ``reason`` says why it did not pass. ``cases`` are the
+    failed cases of a table, or the parameters of a parametrized test.
     """
 
     area: str
@@ -61,7 +61,7 @@ class Result(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The results of one backend; of its ``tests`` ``unfinished`` are not among them."""
+    """The results of one backend, without the ``unfinished`` of its ``tests``."""
 
     name: str
     version: str
@@ -75,11 +75,11 @@ class Run(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """Which suites run, on what: ``keyword`` is pytest's -k, ``options`` are of ``ml.open_backend``.
+    """Which tests run, and how: ``keyword`` is pytest's -k, ``options`` go to ``ml.open_backend``.
 
-    ``isolated``: no pytest.ini, pyproject.toml or conftest.py of the folder takes part, and nothing is
-    written there. ``quick``: the part that takes a minute. ``first``: stop at the first failure.
-    ``time_limit``: seconds that a test may take; 0: no limit, None: pytest's own default.
+    ``isolated``: ignore the folder's pytest.ini, pyproject.toml and conftest.py, and write nothing there.
+    ``quick``: run the tests of ``--ml-quick``. ``first``: stop at the first failure. ``time_limit``: seconds
+    per test; 0 means no limit, None the default of the option.
     """
 
     suites: Sequence[str] = SUITES
@@ -91,11 +91,13 @@ class Selection(NamedTuple):
     time_limit: float | None = None
 
     def environment(self, scratch: Path) -> dict[str, str] | None:
-        """Where hypothesis notes what it found, so that nothing is left in the folder; None: as it is."""
+        """The environment of the process; hypothesis writes its database to ``scratch`` if isolated. None:
+        inherited.
+        """
         return {**os.environ, "HYPOTHESIS_STORAGE_DIRECTORY": str(scratch)} if self.isolated else None
 
     def arguments(self) -> list[str]:
-        """As pytest takes them."""
+        """The selection as arguments of pytest."""
         words = ["--pyargs", *self.suites]
         words += ["-k", self.keyword] if self.keyword else []
         words += [f"--ml-backend-option={key}={value}" for key, value in self.options.items()]
@@ -111,7 +113,7 @@ class Selection(NamedTuple):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ml", "conformance of ml backends")
-    group.addoption("--ml-results", metavar="FILE", help="keep what every test of the suites came to there")
+    group.addoption("--ml-results", metavar="FILE", help="write the result of every test to this file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -122,7 +124,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class _Collector:
-    """Makes a record in ``path``, with a line for every test."""
+    """Writes the record of a run to ``path``."""
 
     def __init__(self, path: Path, backend: str, options: Mapping[str, str]) -> None:
         self.path = path
@@ -166,7 +168,7 @@ class _Collector:
 
 
 def _failed(report: pytest.TestReport, cases: Sequence[str]) -> str:
-    """What was raised, in one line; of a table, which cases failed and what the first of them raised."""
+    """The error in one line; for a table, the failed cases and the error of the first."""
     crash = getattr(report.longrepr, "reprcrash", None)
     text = str(crash.message if crash is not None else report.longrepr)
     counts, _, said = text.removeprefix("ml.testing.harness.CasesFailedError: ").partition("\n")
@@ -177,12 +179,12 @@ def _failed(report: pytest.TestReport, cases: Sequence[str]) -> str:
 
 
 def _line(text: str) -> str:
-    """NumPy's messages begin with an empty line, and show arrays."""
+    """The first lines of a message: NumPy's begin with an empty line and show arrays."""
     return " ".join(text.split())[:LONGEST]
 
 
 def _skipped(report: pytest.TestReport) -> tuple[str, str]:
-    """A declared absence, or a test that asks nothing of this backend."""
+    """ "absent" for a declared absence, "n/a" for a test that does not apply to this backend."""
     reason = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
     reason = reason.removeprefix("Skipped: ")
     return ("absent" if reason.startswith("declared absent") else "n/a"), reason
@@ -198,15 +200,14 @@ def run_suites(
     log: IO[Any] | None = None,
     progress: Progress | None = None,
 ) -> int:
-    """Run the suites on a backend in a process of its own, which keeps its results in ``path``.
-
-    What pytest prints goes to ``log`` (None: this process's stderr). Returns pytest's exit code where it left
-    results: 0, 1 (tests failed), or NO_TESTS. CrashedError when the process is killed or ends in the middle
-    of a test, RuntimeError when pytest itself fails. Whatever is raised, the process is over.
+    """Run the suites on a backend in a separate process, which writes its results to ``path``. pytest's
+    output goes to ``log`` (None: this process's stderr). Returns pytest's exit code: 0, 1 (tests failed), or
+    NO_TESTS. Raises CrashedError if the process is killed or ends during a test, and RuntimeError if pytest
+    itself fails. The process has ended in any case.
     """
     fixed = f"--ml-backend={name} --ml-results={path} -q --tb=short -p no:cacheprovider -p no:xdist".split()
     selection = selection or Selection()
-    # -P, unless this process too looks for modules in the folder in which it is.
+    # -P, unless this process also imports modules from the current folder.
     safe = [] if any(Path(entry).absolute() == Path.cwd() for entry in sys.path) else ["-P"]
     command = [sys.executable, *safe, "-m", "pytest", "-p", "ml.testing.results"]
     command += [*selection.arguments(), *fixed]
@@ -234,19 +235,19 @@ def run_suites(
 
 
 def _ended(code: int) -> str:
-    """What became of a process, by its exit code."""
+    """How a process ended, by its exit code."""
     if code >= 0:
         return f"the process ended with exit code {code}"
     try:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    memory = " (as it is when memory runs out)" if name == "SIGKILL" else ""
+    memory = " (as when memory runs out)" if name == "SIGKILL" else ""
     return f"the process was killed by {name}{memory}"
 
 
 def _followed(process: subprocess.Popen[Any], path: Path, progress: Progress) -> int:
-    """Tell what the process adds to the record until it ends; its exit code."""
+    """Report the progress of the process until it ends; returns its exit code."""
     record = _Record(path)
     while True:
         code: int | None = None
@@ -270,7 +271,7 @@ def _end(process: subprocess.Popen[Any]) -> None:
 
 
 class _Record:
-    """What a record says so far. A last line that has no end yet is left for later."""
+    """The record of a run in progress. An incomplete last line is read later."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.offset = path, 0
@@ -278,12 +279,12 @@ class _Record:
         self.results: dict[str, Result] = {}
         self.tests = 0
         self.running, self.began = "", 0.0
-        """The test that has begun and not ended, and when it did; seconds since the epoch."""
+        """The running test, and when it began, in seconds since the epoch."""
         self.last = ""
-        """The area of the last test that has ended."""
+        """The area of the last finished test."""
 
     def read(self) -> None:
-        """Take in what was added. Raises ValueError where the file is no such record."""
+        """Read the lines added since the last call. Raises ValueError if the file is not such a record."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
@@ -295,7 +296,7 @@ class _Record:
             for line in whole.decode().splitlines():
                 self._take(json.loads(line))
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{self.path} keeps no results of the suites: {error}") from None
+            raise ValueError(f"{self.path} contains no results of the suites: {error}") from None
 
     def _take(self, line: Any) -> None:
         if isinstance(line, list) and self.head:
@@ -321,11 +322,11 @@ def _head(backend: str, options: Mapping[str, str]) -> dict[str, Any]:
 
 
 def load(path: Path) -> Run:
-    """What a run has kept there."""
+    """The results of the run recorded in ``path``."""
     record = _Record(path)
     record.read()
     if not record.head:
-        raise ValueError(f"{path} keeps no results of the suites: it is empty")
+        raise ValueError(f"{path} contains no results of the suites: it is empty")
     name, version = record.head["backend"], record.head["version"]
     results = tuple(record.results.values())
     return Run(name, version, results, record.tests, record.tests - len(results))

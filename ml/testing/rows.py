@@ -30,7 +30,7 @@ KINDS: dict[str, MakeIndices] = {
     "uint8 array": lambda ctx, rows: np.array(rows, np.uint8),
     "strided tensor": _strided,
 }
-"""Ways to say which rows."""
+"""Ways to pass the indices of rows."""
 HOST_AND_TENSOR = {kind: KINDS[kind] for kind in ("list", "tensor")}
 AXES = (0, 1, 2, -1, -2)
 OWN_ROWS = [
@@ -50,13 +50,13 @@ MOVES = (
     "ctx.zeros(a.shape, D).set_rows(ctx, a, every)", "ctx.full((), True, BOOL).where(ctx, a, a)",
     "a.concat(ctx, a, 0).rows(ctx, every)", "a.repeat(ctx, 0, 2).rows(ctx, every)",
 )  # fmt: skip
-"""The same elements elsewhere."""
+"""Operations that only move elements."""
 
 
 class RowTests(BackendCase):
     @each(call=MOVES, dtype=DTYPES)
     def test_what_only_moves_elements_keeps_every_bit(self, ctx: Context, call: str, dtype: DType) -> None:
-        """Also of hundreds of rows."""
+        """Also with hundreds of rows."""
         special = special_values(dtype)
         values = np.resize(special, max(400, len(special)))
         every = np.arange(len(values), dtype=np.int32)

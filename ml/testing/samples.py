@@ -1,4 +1,4 @@
-"""Values, layouts and an exact reference for conversions, none of which uses code under test."""
+"""Values, layouts and an exact reference for conversions, independent of the code under test."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ INTEGERS = (DType.I8, DType.U8, DType.I32, DType.I64)
 DTYPES = (*FLOATS, *INTEGERS, DType.BOOL)
 
 _FORMATS = {DType.F32: (24, -126), DType.F16: (11, -14), DType.BF16: (8, -126)}
-"""Significant bits and the exponent of the smallest normal number."""
+"""The significant bits, and the exponent of the smallest normal number."""
 _WIDTHS = {DType.I8: (8, True), DType.U8: (8, False), DType.I32: (32, True), DType.I64: (64, True)}
 
 
 def counting(shape: tuple[int, ...], dtype: DType, start: int = 0) -> np.ndarray:
-    """start, start + 1, ... in a range that every dtype holds exactly (BOOL: a fixed pattern)."""
+    """start, start + 1, ... within the integers that ``dtype`` represents exactly (BOOL: a fixed pattern)."""
     count = np.arange(start, start + math.prod(shape))
     values = (count * count + count // 3) % 2 if dtype is DType.BOOL else count % 120
     return values.reshape(shape).astype(dtype.numpy)
 
 
 def in_records(values: np.ndarray) -> np.ndarray:
-    """The same in memory whose steps are no multiples of the item size."""
+    """The same values in memory whose strides are not multiples of the item size."""
     column: np.ndarray = np.zeros(values.shape, [("value", values.dtype), ("flag", np.uint8)])["value"]
     column[...] = values
     return column
 
 
 def normal(shape: tuple[int, ...], dtype: DType, seed: int = 0, spread: float = 2.0) -> np.ndarray:
-    """Random values that ``dtype`` holds exactly, in that dtype."""
+    """Random values that ``dtype`` represents exactly, in that dtype."""
     return np.asarray(np.random.default_rng(seed).standard_normal(shape) * spread).astype(dtype.numpy)
 
 
 def exact(array: np.ndarray) -> np.ndarray:
-    """In float64, which holds every value of the float dtypes and of the integers tested here."""
+    """The values in float64, which represents all floats and tested integers exactly."""
     with np.errstate(invalid="ignore"):
         return array.astype(np.float64)
 
@@ -55,7 +55,7 @@ def float_limits(dtype: DType) -> Any:
 
 
 def positions(offset: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
-    """Where in the storage the elements of a view lie, from the definition of strides."""
+    """The positions of a view's elements in the storage, from the definition of strides."""
     where = np.full(shape, offset)
     for index, stride in zip(np.indices(shape), strides, strict=True):
         where = where + index * stride
@@ -71,7 +71,7 @@ def _power(exponent: int) -> Fraction:
 
 
 def _round_float(value: Fraction, dtype: DType) -> float:
-    """Nearest representable, ties to even, beyond the largest to infinity; exact arithmetic."""
+    """The nearest representable number: ties to even, overflow to infinity; in exact arithmetic."""
     precision, lowest = _FORMATS[dtype]
     if value == 0:
         return 0.0
@@ -80,7 +80,7 @@ def _round_float(value: Fraction, dtype: DType) -> float:
     if _power(exponent) > size:
         exponent -= 1
     quantum = _power(max(exponent, lowest) - precision + 1)
-    rounded = round(size / quantum) * quantum  # round() of a Fraction takes ties to even
+    rounded = round(size / quantum) * quantum  # round() of a Fraction rounds ties to even
     largest = (2 - _power(1 - precision)) * _power(1 - lowest)
     result = math.inf if rounded > largest else float(rounded)
     return math.copysign(result, value)
@@ -92,16 +92,16 @@ def _convert_one(value: float | int, source: DType, target: DType) -> float | in
     if target.is_float:
         if isinstance(value, float) and (math.isnan(value) or math.isinf(value) or value == 0):
             return value
-        if source.is_integer and target is not DType.F32:  # integers reach narrow floats through F32
+        if source.is_integer and target is not DType.F32:  # integers become narrow floats by way of F32
             return _convert_one(_round_float(Fraction(value), DType.F32), DType.F32, target)
         return _round_float(Fraction(value), target)
     width, signed = _WIDTHS[target]
-    whole = int(value) % (1 << width)  # integers wrap; floats here are in range and truncate
+    whole = int(value) % (1 << width)  # integers wrap; floats are in range here and are truncated
     return whole - (1 << width) if signed and whole >> (width - 1) else whole
 
 
 def _encode(values: list[float | int], dtype: DType) -> np.ndarray:
-    """Exact values into an array; every float here is representable, so no cast rounds."""
+    """Exact values as an array; every float is representable here, so nothing is rounded."""
     if dtype is DType.BF16:
         narrow = np.array(values, dtype=np.float32)
         return (narrow.view(np.uint32) >> 16).astype(np.uint16).view(dtype.numpy)
@@ -116,7 +116,7 @@ def _decode(array: np.ndarray, dtype: DType) -> list[float | int]:
 
 @functools.cache
 def converted(source: DType, target: DType) -> tuple[np.ndarray, np.ndarray]:
-    """(values of ``source``, the same as ``target``), wherever the contract defines them."""
+    """Values of ``source``, and the same values converted to ``target``, where the contract defines them."""
     values = special_values(source)
     kept = [_defined(value, target) for value in _decode(values, source)]
     values = values[np.array(kept)]
@@ -125,7 +125,7 @@ def converted(source: DType, target: DType) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _defined(value: float | int, target: DType) -> bool:
-    """A float outside the integer's range is unspecified, and so is a NaN as an integer or BOOL."""
+    """Converting a float outside an integer's range, or NaN to an integer or BOOL, is unspecified."""
     if not isinstance(value, float) or target.is_float:
         return True
     if target is DType.BOOL:
@@ -139,14 +139,14 @@ def _defined(value: float | int, target: DType) -> bool:
 
 @functools.cache
 def special_values(dtype: DType) -> np.ndarray:
-    """Every case that a conversion gets wrong: ties, subnormals, limits, infinities, NaN."""
+    """The critical cases of conversions: ties, subnormals, limits, infinities, NaN."""
     if dtype is DType.BOOL:
         return np.array([False, True, True, False, True])
     if dtype.is_integer:
         return _special_integers(dtype)
     if dtype is DType.F32:
         return _special_f32()
-    comb = np.arange(0, 1 << 16, 97, dtype=np.uint16)  # through all of them
+    comb = np.arange(0, 1 << 16, 97, dtype=np.uint16)  # spread over all bit patterns
     edges = [
         0x0001,
         0x03FF,
@@ -177,7 +177,7 @@ def _special_integers(dtype: DType) -> np.ndarray:
 
 
 def _special_f32() -> np.ndarray:
-    """Around every tie of F16 and BF16, in steps of one unit in the last place of F32."""
+    """Numbers around every tie of F16 and BF16, one unit in the last place of F32 apart."""
     exponents = (0, 1, 90, 102, 103, 104, 112, 113, 120, 127, 128, 141, 142, 150, 200, 253, 254, 255)
     mantissas = (0, 1, 0x1000, 0x3000, 0x7000, 0x8000, 0x18000, 0x28000, 0x400000, 0x7FE000, 0x7FF000,
                  0x7F8000, 0x7FFFFF)  # fmt: skip
@@ -198,12 +198,12 @@ def _special_f32() -> np.ndarray:
 
 
 class Placed(NamedTuple):
-    """A tensor that shows some values, and the tensor of all its storage."""
+    """A tensor that shows some values, and a tensor over its whole storage."""
 
     tensor: Tensor
     base: Tensor
     where: np.ndarray
-    """For each element of the tensor, its position in the storage."""
+    """The position of each element of the tensor in the storage."""
 
 
 def _place(ctx: Context, values: np.ndarray, where: np.ndarray, size: int) -> Tensor:
@@ -233,7 +233,7 @@ def _permuted(ctx: Context, values: np.ndarray) -> Placed:
 
 
 def _stepped(ctx: Context, values: np.ndarray) -> Placed:
-    """Every second element of the last axis, and one column more than is shown on the first."""
+    """Every second element of the last axis, with a gap after each row."""
     wide = (values.shape[0] + 1, *values.shape[1:-1], values.shape[-1] * 2 + 1)
     grid = np.arange(math.prod(wide)).reshape(wide)
     where = grid[1:, ..., 1::2]
@@ -243,7 +243,7 @@ def _stepped(ctx: Context, values: np.ndarray) -> Placed:
 
 
 def _interleaved(ctx: Context, values: np.ndarray) -> Placed:
-    """Rows that lie between one another: strides no reshape of the storage has."""
+    """Interleaved rows: strides that no reshape of the storage has."""
     count, width = values.shape[0], math.prod(values.shape[1:])
     where = (np.arange(count)[:, None] + np.arange(width) * (count + 1)).reshape(values.shape)
     base = _place(ctx, values, where, count * 2 + width * (count + 1))
@@ -260,4 +260,4 @@ LAYOUTS: dict[str, Place] = {
     "stepped": _stepped,
     "interleaved": _interleaved,
 }
-"""Ways to lay two or more axes out in memory, all without two elements in one place."""
+"""Layouts of two or more axes in memory in which no elements overlap."""

@@ -1,6 +1,6 @@
 """Special values: signed zeros, infinities, NaN, denormals and the ends of each dtype, in every layout.
 
-The reference is float64. How far a result may be off is said in ``assert_near``.
+The reference is float64; ``assert_near`` has the tolerances.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from ml.testing.harness import BackendCase, assert_same, each, evaluate, needs, 
 from ml.testing.samples import DTYPES, FLOATS, INTEGERS, LAYOUTS, Place, counting, exact, float_limits
 
 PLAIN = (0.5, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 86.5, 88.5, 100.0, 1e4, 1e-3, 1e-5)
-"""Among them halves, and numbers of which exponentials end: in F32 at 88.7."""
+"""Ordinary values, including halves and arguments near the overflow of F32's exponential (88.7)."""
 RELATIVE = {DType.F32: 8e-6, DType.F16: 1e-3, DType.BF16: 8e-3}
-"""What a function may be off in F32; one unit in the last place of the narrow floats."""
+"""The largest relative error: of a function in F32; one unit in the last place of the narrow floats."""
 WIDTH = 7
-"""Of a row: values lie at any place in the vectors of a kernel, and in what fills none."""
+"""The length of a row: values fall at every place of a kernel's vectors, and in the remainder."""
 FUNCTIONS: Mapping[str, tuple[str, float]] = {
     **{f"a.{op}(ctx)": (UNARY[op], 0.0) for op in UNARY_OPERATIONS},
-    "a.sin(ctx)": (UNARY["sin"], 1e-6), "a.cos(ctx)": (UNARY["cos"], 1e-6),  # where they cross 0
+    "a.sin(ctx)": (UNARY["sin"], 1e-6), "a.cos(ctx)": (UNARY["cos"], 1e-6),  # near their zeros
     "a.silu(ctx)": (UNARY["silu"], 2e-36),  # x times a sigmoid that may be denormal
     "a.gelu(ctx)": ("gelu(a)", 4e-6), "a.gelu(ctx, 'tanh')": ("gelu(a, True)", 4e-6),  # 1 + erf cancels out
     **{f"a.scale(ctx, {x})": (f"a * np.float32({x})", 0.0) for x in ("0.0", "-1.0", "0.5", "inf", "nan")},
     "a.clamp(ctx, -1.0, 88.0)": ("np.clip(a, -1, 88)", 0.0), "a.clamp(ctx, None, inf)": ("a", 0.0),
     **{f"a.{op}(ctx, b)": (BINARY[op], 0.0) for op in BINARY_OPERATIONS},
 }  # fmt: skip
-"""What is computed, the same in NumPy, and what it may be off beside its relative error."""
+"""The expression, its NumPy equivalent, and the absolute error allowed besides the relative one."""
 KEEPING = frozenset(f"a.{op}(ctx)" for op in ("neg", "sqrt", "sin", "tanh", "abs", "round", "silu", "gelu"))
-"""Functions that make of a zero a zero whose sign counts."""
+"""Functions that map zero to zero and must preserve its sign."""
 MANY = 1_000_000
 SUMMED: Mapping[str, tuple[tuple[int, ...], int]] = {
     "one axis": ((MANY,), 0), "the outer of two": ((MANY, 2), 0), "the inner of two": ((2, MANY), 1),
@@ -45,7 +45,7 @@ SUMMED: Mapping[str, tuple[tuple[int, ...], int]] = {
 
 @functools.cache
 def special(dtype: DType) -> np.ndarray:
-    """Each beside others than in another dtype."""
+    """All special values, in an order that depends on the dtype."""
     info = float_limits(dtype)
     least = float(info.tiny)
     both = [0.0, math.inf, float(info.max), least, 1 + float(info.eps), *PLAIN]
@@ -56,7 +56,7 @@ def special(dtype: DType) -> np.ndarray:
 
 
 def flushed(values: np.ndarray, dtype: DType) -> np.ndarray:
-    """In float64, with a zero of the same sign for each denormal of ``dtype``."""
+    """The values in float64, with each denormal of ``dtype`` replaced by a zero of the same sign."""
     wide = exact(values)
     least = float(float_limits(dtype).tiny)
     return np.where(np.abs(wide) < least, np.copysign(0.0, wide), wide)
@@ -65,17 +65,18 @@ def flushed(values: np.ndarray, dtype: DType) -> np.ndarray:
 def assert_near(
     result: np.ndarray, reference: Callable[..., Any], operands: list[np.ndarray], absolute: float = 0.0
 ) -> None:
-    """``result`` is ``reference`` of the operands, all of one float dtype, as nearly as the contract asks.
+    """Check that ``result`` is ``reference`` of the operands, all of one float dtype, as exactly as the
+    contract requires.
 
-    Within the relative error of the dtype, or ``absolute``; NaN, and infinities with their sign, are exactly
-    where float64 has them. Devices may take denormals for 0, of an operand and as a result.
+    The error is at most the relative error of the dtype, or ``absolute``; NaN and signed infinities are
+    exactly where float64 has them. Devices may treat denormal operands and results as 0.
     """
     dtype = DType.from_numpy(result.dtype)
     actual, least = exact(result), float(float_limits(dtype).tiny)
     right = np.zeros(actual.shape, bool)
     with np.errstate(all="ignore"):
-        for given in ([exact(x) for x in operands], [flushed(x, dtype) for x in operands]):
-            wanted = exact(np.asarray(reference(*given)).astype(result.dtype))
+        for values in ([exact(x) for x in operands], [flushed(x, dtype) for x in operands]):
+            wanted = exact(np.asarray(reference(*values)).astype(result.dtype))
             off = RELATIVE[dtype] * np.abs(wanted) + least + absolute
             right |= (actual == wanted) | (np.isfinite(wanted) & (np.abs(actual - wanted) <= off))
             right |= np.isnan(actual) & np.isnan(wanted)
@@ -94,7 +95,7 @@ class SpecialValueTests(BackendCase):
     def test_functions_of_special_values_match_float64(
         self, ctx: Context, call: str, dtype: DType, layout: Place
     ) -> None:
-        """Of two operands, every value meets every other."""
+        """Two operands are combined in all pairs of values."""
         expression, absolute = FUNCTIONS[call]
         values = special(dtype)
         operands = [values]
@@ -121,13 +122,13 @@ class SpecialValueTests(BackendCase):
     def test_a_special_value_alone_is_computed_as_among_others(
         self, ctx: Context, call: str, dtype: DType
     ) -> None:
-        """What fills no vector goes another way through a kernel."""
+        """A kernel treats the remainder that fills no vector separately."""
         expression, absolute = FUNCTIONS[call]
         for value in np.array([math.inf, -math.inf, math.nan, 1e30, 88.5, -0.0]):
             with np.errstate(over="ignore"):
-                given = np.full((1,), value).astype(dtype.numpy)
-            host = evaluate(call, ctx=ctx, a=ctx.from_numpy(given)).to_numpy()
-            assert_near(host, lambda a: evaluate(expression, gelu=gelu, a=a), [given], absolute)
+                single = np.full((1,), value).astype(dtype.numpy)
+            host = evaluate(call, ctx=ctx, a=ctx.from_numpy(single)).to_numpy()
+            assert_near(host, lambda a: evaluate(expression, gelu=gelu, a=a), [single], absolute)
 
     # Comparisons.
 
@@ -136,7 +137,7 @@ class SpecialValueTests(BackendCase):
     def test_comparisons_of_special_values_are_exact(
         self, ctx: Context, symbol: tuple[str, Callable[[Any, Any], Any]], dtype: DType
     ) -> None:
-        """All but denormals, which a device may take for 0."""
+        """All values except denormals, which a device may treat as 0."""
         name, function = symbol
         values = special(dtype)
         exactly = exact(values)
@@ -149,7 +150,7 @@ class SpecialValueTests(BackendCase):
     def test_neighbouring_numbers_are_not_equal(
         self, ctx: Context, symbol: tuple[str, Callable[[Any, Any], Any]], dtype: DType
     ) -> None:
-        """No tolerance, and no passage through a dtype that does not tell them apart."""
+        """Comparison has no tolerance and does not use a dtype in which neighbours are equal."""
         name, function = symbol
         if dtype.is_float:
             host = np.array([1.0, 1e-3, -1.0, 1e4, 100.0]).astype(dtype.numpy)
@@ -169,7 +170,7 @@ class SpecialValueTests(BackendCase):
     def test_a_logit_of_minus_infinity_weighs_exactly_nothing(
         self, ctx: Context, axis: int, dtype: DType, layout: Place
     ) -> None:
-        """A weight of 1e-30 would let what a mask hides through, where that is large."""
+        """A weight of 1e-30 would let large masked values through."""
         logits = np.linspace(-3, 3, 60).reshape(6, 10)
         hidden = counting((6, 10), DType.BOOL)
         hidden[2, 3], hidden[:, 4], hidden[1] = False, False, False
@@ -182,7 +183,7 @@ class SpecialValueTests(BackendCase):
     def test_a_million_equal_numbers_are_added_without_drift(
         self, ctx: Context, op: str, given: tuple[tuple[int, ...], int], dtype: DType
     ) -> None:
-        """One by one in F32 they come out wrong by a hundredth."""
+        """Adding them one by one in F32 has an error of 1%."""
         shape, axis = given
         number = np.array(0.1).astype(dtype.numpy)
         actual = evaluate(f"a.{op}(ctx, {axis})", ctx=ctx, a=ctx.full(shape, 0.1, dtype)).to_numpy()

@@ -1,4 +1,4 @@
-"""Backends that write and read K and V at once: the answers of slice and copy, and nothing half-done."""
+"""Backends that write and read K and V at once: the results of slice and copy, and no partial writes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ BUFFERS: dict[str, Callable[[Context, int], Tensor]] = {
     "some columns": lambda ctx, dim: ctx.zeros((ROWS, HEADS, dim + 3), DType.F32).slice(ctx, 2, 0, dim),
     "viewed": lambda ctx, dim: ctx.zeros((4, ROWS, HEADS * dim), DType.F32).view(ctx, 0, (ROWS, HEADS, dim)),
 }
-"""Where a backend may have nothing to offer."""
+"""Kinds of buffers; a backend may lack a store for some of them."""
 
 
 def halves(ctx: Context, order: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Keys (ROWS, HEADS, DIM) and values (ROWS, HEADS, V_DIM) of zeros, in an order of axes."""
+    """Zero keys (ROWS, HEADS, DIM) and values (ROWS, HEADS, V_DIM), laid out in the given order of axes."""
     made = []
     for dim in (DIM, V_DIM):
         sizes = (ROWS, HEADS, dim)
@@ -58,7 +58,7 @@ DECLINED: dict[str, tuple[int, int, tuple[int, ...], tuple[int, ...]]] = {
 
 
 class KVStoreTests(BackendCase):
-    """What ``ml.KVStore`` promises, where a backend offers one."""
+    """What ``ml.KVStore`` promises, for backends that have one."""
 
     @each(order=ORDERS, rows=[(0, 1), (3, 1), (2, 4), (0, ROWS), (ROWS - 1, 1)])
     def test_rows_that_were_written_are_read_back_and_no_others_change(
@@ -68,11 +68,11 @@ class KVStoreTests(BackendCase):
         key, value = halves(ctx, order)
         store = store_of(backend, key, value)
         new_key, new_value = numbers(count, DIM), numbers(count, V_DIM, 1000)
-        given = [  # rows in storage of the shape that they have in the buffer
+        sources = [  # rows whose own storage has the buffer's shape
             ctx.from_numpy(new.reshape([new.shape[axis] for axis in order])).reshape(ctx, *new.shape)
             for new in (new_key, new_value)
         ]
-        assert store.write(ctx, start, count, given[0], given[1])
+        assert store.write(ctx, start, count, sources[0], sources[1])
         expected_key, expected_value = np.zeros((ROWS, HEADS, DIM)), np.zeros((ROWS, HEADS, V_DIM))
         expected_key[start : start + count], expected_value[start : start + count] = new_key, new_value
         for whole, expected in ((key, expected_key), (value, expected_value)):
@@ -157,5 +157,5 @@ class KVStoreTests(BackendCase):
         keys, values = ctx.zeros((ROWS, HEADS, DIM), DType.F32), ctx.zeros((ROWS, HEADS, DIM), DType.F32)
         store = store_of(backend, keys, values)
         new = ctx.full((2, HEADS, DIM), 1, DType.F32)
-        if store.write(ctx, 0, 2, new, keys.slice(ctx, 0, 0, 2)):  # read before it is written
+        if store.write(ctx, 0, 2, new, keys.slice(ctx, 0, 0, 2)):  # reads the source first
             assert not values.to_numpy().any()

@@ -1,26 +1,27 @@
-"""A backend that refuses whatever the contract does not promise: what runs on it relies on nothing else.
+"""A backend that refuses everything the contract does not promise: code that runs on it relies only on the
+contract.
 
     from ml.testing.strict import strict
 
     with strict(ml.open_backend("numpy")) as backend:
         ...
 
-It wraps any backend by the required protocol, and is slow. What the contract leaves open is as unlike what
-one would expect as can be:
+It wraps any backend through the required protocol, and is slow. Where the contract leaves something open, its
+behaviour is deliberately unusual:
 
-* Only the members of ``ml.Backend``, ``ml.Context`` and ``ml.Tensor`` are there; it has no capability.
-* ``empty`` is full of NaN, or of an extreme integer. So is what a cast makes of a float that the integer does
-  not hold.
-* ``strides`` of axes of size 1 and of empty tensors are absurd.
-* ``native`` is a read-only snapshot, an array of NumPy. A later write to the storage poisons the snapshot:
-  on some frameworks it would show the write and on others it would not.
-* Indices in an I32 tensor, for which the caller answers, are checked: BoundsError outside the axis,
-  ShapeError where a row is written twice.
+* It has only the members of ``ml.Backend``, ``ml.Context`` and ``ml.Tensor``, and no capabilities.
+* ``empty`` is filled with NaN or an extreme integer. A cast of a float outside the integer's range gives an
+  extreme integer too.
+* ``strides`` of axes of size 1 and of empty tensors are huge.
+* ``native`` is a read-only snapshot, a NumPy array. A later write to the storage poisons the snapshot, since
+  only some frameworks would show that write.
+* Indices in an I32 tensor, normally the caller's responsibility, are checked: BoundsError outside the axis,
+  ShapeError if a row is written twice.
 * A context belongs to the first thread that uses it: DeviceError in any other.
-* ``input`` and ``layer`` give another context each time.
+* ``input`` and ``layer`` return a new context each time.
 
-What the contract promises holds: ``to_numpy`` computes what is pending, with or without ``compute``, and
-returns a copy that the caller may write to.
+The contract's promises hold: ``to_numpy`` completes pending work, with or without ``compute``, and returns a
+copy that the caller may write to.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from ml.protocols import Backend, Context, Tensor
 __all__ = ["strict"]
 
 Run = Callable[[str, Callable[[], Any]], Any]
-"""Makes the call of that name."""
+"""Called as ``run(name, call)`` for each call to the backend; returns ``call()``."""
 
 ABSURD_STRIDE = 1 << 40
 _VIEWS = frozenset({"view", "slice", "permute", "reshape"})
@@ -48,9 +49,10 @@ _WRITES = frozenset({"copy", "set_rows"})
 
 
 def strict(backend: Backend, run: Run = lambda name, call: call()) -> Backend:
-    """``backend``, of which only the required protocol is left and only what it promises holds.
+    """``backend``, reduced to the required protocol and its promises.
 
-    Every call to it goes through ``run``, which may count it or let it fail. Closing it closes ``backend``.
+    Every call to the backend goes through ``run``, which may count it or make it fail. Closing it closes
+    ``backend``.
     """
     return cast("Backend", _Backend(backend, run))
 
@@ -65,7 +67,7 @@ class _Wrapper:
         if isinstance(result, tuple):
             return tuple(self._wrap(part) for part in result)
         kind = type(result)
-        if kind not in _WRAPPERS:  # remembered: a protocol check looks at every member
+        if kind not in _WRAPPERS:  # cached: a protocol check inspects every member
             context = _Context if isinstance(result, Context) else None
             _WRAPPERS[kind] = _Tensor if isinstance(result, Tensor) else context
         wrapper = _WRAPPERS[kind]
@@ -75,14 +77,14 @@ class _Wrapper:
         if isinstance(value, _Wrapper):
             return value._inner
         if isinstance(value, type(self._inner)):
-            raise DeviceError(f"{value!r} is of the wrapped backend, not of the strict one around it")
+            raise DeviceError(f"{value!r} belongs to the wrapped backend, not to the strict one around it")
         return value
 
     def _check(self, name: str, arguments: Sequence[Any]) -> None:
-        """Refuse what the wrapped backend need not."""
+        """Refuse calls that the wrapped backend may accept."""
 
     def _made(self, name: str, result: Any, arguments: Sequence[Any]) -> Any:
-        """What the call has returned, wrapped."""
+        """The result of the call, wrapped."""
         return self._wrap(result)
 
 
@@ -108,7 +110,7 @@ class _BackendRules(_Scope):
     def __init__(self, inner: Any, run: Run) -> None:
         super().__init__(inner, run)
         self._natives: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
-        """The snapshots that ``native`` has lent views of, by their ids."""
+        """The snapshots whose views ``native`` returned, by id."""
 
 
 class _ContextRules(_Scope):
@@ -128,7 +130,7 @@ class _ContextRules(_Scope):
             )
 
     def _unwrap(self, value: Any) -> Any:
-        """What ``native`` has lent is a framework's own array like any other: tensors over it are written."""
+        """An array returned by ``native`` is unwrapped to its snapshot: tensors over it may be written."""
         if isinstance(value, np.ndarray) and value.base is not None:
             snapshot = self._owner._natives.get(id(value.base))
             if value.base is snapshot and (value.shape, value.strides) == (snapshot.shape, snapshot.strides):
@@ -145,7 +147,7 @@ class _ContextRules(_Scope):
 
 class _TensorRules(_Wrapper):
     _lent: list[weakref.ref[np.ndarray]] | None = None
-    """Snapshots of this storage that somebody may hold; shared by its views."""
+    """Snapshots of this storage that callers may still hold; shared by its views."""
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -175,10 +177,10 @@ class _TensorRules(_Wrapper):
         if arguments and isinstance(arguments[0], _ContextRules):
             arguments[0]._check(name, ())
         if name in ("rows", "set_rows"):
-            given = arguments[1 + (name == "set_rows") :]
-            axis = given[1] if len(given) > 1 else 0
-            if given and isinstance(given[0], _TensorRules) and isinstance(axis, int):
-                _check_rows(name, given[0]._inner, self._inner.shape, axis)
+            operands = arguments[1 + (name == "set_rows") :]
+            axis = operands[1] if len(operands) > 1 else 0
+            if operands and isinstance(operands[0], _TensorRules) and isinstance(axis, int):
+                _check_rows(name, operands[0]._inner, self._inner.shape, axis)
 
     def _made(self, name: str, result: Any, arguments: Sequence[Any]) -> Any:
         if name in _WRITES:
@@ -208,7 +210,7 @@ def poison(ctx: Context, tensor: Tensor) -> None:
 
 
 def _poison_overflow(ctx: Context, source: Tensor, made: Tensor) -> None:
-    """Whatever framework it is, another makes another integer of what does not fit."""
+    """Replace integers cast from floats out of range, for which frameworks give different integers."""
     values, limits = source.to_numpy().astype(np.float64), np.iinfo(made.dtype.numpy)
     with np.errstate(invalid="ignore"):
         outside = ~((values > float(limits.min) - 1) & (values < float(limits.max) + 1))
@@ -219,26 +221,24 @@ def _poison_overflow(ctx: Context, source: Tensor, made: Tensor) -> None:
 
 
 def _check_rows(op: str, indices: Tensor, shape: tuple[int, ...], axis: int) -> None:
-    """Those that the wrapped backend takes, since they are I32 with one axis."""
+    """Check indices that the wrapped backend has accepted as I32 with one axis."""
     if indices.dtype is not DType.I32 or len(indices.shape) != 1 or not -len(shape) <= axis < len(shape):
         return
     host, size = indices.to_numpy(), shape[axis]
     if host.size and (host.min() < 0 or host.max() >= size):
         raise BoundsError(f"{op}: indices {host.min()}..{host.max()} of an I32 tensor outside [0, {size})")
     if op == "set_rows" and np.unique(host).size != host.size:
-        raise ShapeError(
-            f"{op}: an index of an I32 tensor is there twice; the rows to write must be distinct"
-        )
+        raise ShapeError(f"{op}: an I32 tensor has the same index twice; the rows to write must be distinct")
 
 
 def _method(name: str) -> Callable[..., Any]:
     def method(self: _Wrapper, *args: Any, **options: Any) -> Any:
-        given = (*args, *options.values())
-        self._check(name, given)
+        operands = (*args, *options.values())
+        self._check(name, operands)
         plain = [self._unwrap(value) for value in args]
         named = {key: self._unwrap(value) for key, value in options.items()}
         result = self._run(name, lambda: getattr(self._inner, name)(*plain, **named))
-        return self._made(name, result, given)
+        return self._made(name, result, operands)
 
     method.__name__ = name
     return method

@@ -1,4 +1,4 @@
-"""``--ml-time-limit``: a test of the suites that hangs fails by name, and the run goes on where it can.
+"""``--ml-time-limit``: a test that hangs fails by name, and the run continues if possible.
 
 Importing this imports no framework and no part of the suite.
 """
@@ -19,23 +19,23 @@ import pytest
 __all__ = ["MOST", "SECONDS", "TimeLimit", "TimeLimitError"]
 
 SECONDS = 600.0
-"""By default: no test takes as long, though each compiles for every shape that it has."""
+"""The default; even tests that compile for every shape take less."""
 MOST = 1e6
-"""Timers of the system take no more, on some."""
+"""The largest limit that the timers of every system accept."""
 
 T = TypeVar("T")
 Hook = Generator[None, T, T]
 
 
 class TimeLimitError(BaseException):
-    """A test took too long. No Exception: tables of cases, and what is under test, catch those and go on."""
+    """A test took too long. Not an Exception, since tables of cases and the code under test catch those."""
 
 
 class TimeLimit:
-    """A plugin of pytest: set up, called and torn down, each within so many seconds.
+    """A pytest plugin that limits setup, call and teardown of a test to ``seconds`` each.
 
-    What waits in Python is interrupted, and fails. What hangs in a framework cannot be: a little later all
-    threads are printed and the process ends with code 1.
+    Python code is interrupted, and the test fails. A framework that hangs cannot be interrupted: shortly
+    afterwards all stacks are printed and the process exits with code 1.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -63,7 +63,7 @@ class TimeLimit:
             return (yield)
 
     def pytest_enter_pdb(self) -> None:
-        """Whoever looks for a fault has all the time in the world."""
+        """No limit in the debugger."""
         faulthandler.cancel_dump_traceback_later()
         if hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,4 +1,4 @@
-"""Pages to host memory and back: every bit, at any time, whether the backend copies by itself or at once."""
+"""Pages to host memory and back, bit for bit, whether the backend copies in the background or at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MANY = 24
 
 
 class PageTransferTests(BackendCase):
-    """What ``ml.SupportsTransfers`` promises; without it, what ``ml.transfer`` does instead."""
+    """What ``ml.SupportsTransfers`` promises; without it, what ``ml.transfer`` does in its place."""
 
     @each(layout=LAYOUTS, dtype=DTYPES)
     def test_pages_go_out_and_come_in_bit_for_bit(
@@ -34,7 +34,7 @@ class PageTransferTests(BackendCase):
         assert (array.shape, array.dtype, array.flags.c_contiguous) == ((2, 3, 4), dtype.numpy, True)
         assert array.tobytes() == values.tobytes()
         page_in(backend, ctx, [array], [target.tensor]).join()
-        assert target.base.to_numpy().tobytes() == model.tobytes()  # and nothing beside it
+        assert target.base.to_numpy().tobytes() == model.tobytes()  # and nothing else was written
 
     @each(
         make=(
@@ -50,12 +50,12 @@ class PageTransferTests(BackendCase):
     def test_any_array_comes_in(
         self, backend: Backend, ctx: Context, make: Callable[[np.ndarray], np.ndarray]
     ) -> None:
-        given = make(counting((5, 6), DType.F32, start=1))
+        array = make(counting((5, 6), DType.F32, start=1))
         tensor = ctx.zeros((6, 5), DType.F32).permute(ctx, 1, 0)
-        transfer = page_in(backend, ctx, [given], [tensor])
+        transfer = page_in(backend, ctx, [array], [tensor])
         transfer.wait()
         transfer.join()
-        np.testing.assert_array_equal(tensor.to_numpy(), given)
+        np.testing.assert_array_equal(tensor.to_numpy(), array)
 
     def test_memory_for_pages_is_the_callers(self, backend: Backend, ctx: Context) -> None:
         first, second = pinned_memory(backend, 4096), pinned_memory(backend, 4096)
@@ -148,7 +148,7 @@ class PageTransferTests(BackendCase):
 
     def test_an_error_in_the_middle_leaves_what_was_not_reached(self, backend: Backend, ctx: Context) -> None:
         first, last = ctx.full((4,), 7, DType.F32), ctx.full((4,), 7, DType.F32)
-        shared = ctx.full((1, 4), 7, DType.F32).view(ctx, 0, (3, 4), (0, 1))  # nothing can be written there
+        shared = ctx.full((1, 4), 7, DType.F32).view(ctx, 0, (3, 4), (0, 1))  # read-only: elements overlap
         arrays = [np.ones(4, np.float32), np.ones((3, 4), np.float32), np.ones(4, np.float32)]
         with pytest.raises(ml.ReadOnlyError):
             page_in(backend, ctx, arrays, [first, shared, last])

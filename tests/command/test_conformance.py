@@ -297,7 +297,7 @@ def test_a_crash_before_the_first_test_names_the_signal(
     ("end", "said"),
     [
         ("os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV in"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL (as it is when memory runs out) in"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL (as when memory runs out) in"),
         ("os._exit(0)", "ended with exit code 0 in"),
     ],
 )

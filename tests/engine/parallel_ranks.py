@@ -150,7 +150,7 @@ def out_of_step(rank: Rank) -> None:
         batch = Batch(range(len(tokens)), [0] * len(tokens), inputs=tokens)
         with rank.backend.new_context() as ctx:
             cache.start_forward(ctx, batch)
-            with pytest.raises(ml.GroupError, match="rank 1 computes another pass"):
+            with pytest.raises(ml.GroupError, match="rank 1 computes a different pass"):
                 model.forward(ctx, batch, cache)
         cache.close()
 

@@ -355,7 +355,7 @@ def test_layers_are_placed_by_an_index_for_each_or_split_evenly() -> None:
         assert [ctx.layer(i).device for i in range(3)] == ["cpu:1", "cpu:0", "cpu:1"]
         with pytest.raises(ml.BoundsError, match="layer: 3 of 3; the backend was opened with layers=3"):
             ctx.layer(3)
-    with pytest.raises(ml.BoundsError, match="device 2 of 2; a layer is placed by an index in devices="):
+    with pytest.raises(ml.BoundsError, match="device 2 of 2; a layer needs an index in devices="):
         ml.open_backend("torch", devices=TWO, layers=[0, 2])
     with pytest.raises(ml.ShapeError, match=r"layers=\[\]; a model must have at least one"):
         ml.open_backend("torch", devices=TWO, layers=[])

@@ -106,7 +106,7 @@ def test_a_wait_that_was_too_long_and_a_lost_rank_have_exit_codes_of_their_own()
         ("sum(1) if rank == 1 else time.sleep(60)",
          r"rank 1 of 2 was killed, .* \(TypeError: 'int' object .*\)"),
         ("leave(0) if rank == 0 else time.sleep(60)",
-         "rank 1 of 2 has not ended although rank 0 of 2 is done"),
+         "rank 1 of 2 did not end within the timeout"),
     ],
     ids=["another's consequence", "all say the same", "a wait", "killed", "ended unasked", "left behind"],
 )  # fmt: skip
@@ -156,7 +156,7 @@ def test_ranks_end_when_their_starter_is_killed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("command", "size"), [(["true"], 0), (["true"], -1), ([], 2)])
 def test_no_rank_and_no_command_are_refused(command: list[str], size: int) -> None:
-    with pytest.raises(RunnerError, match="give at least one rank and a command"):
+    with pytest.raises(RunnerError, match="pass at least one rank and a command"):
         run_ranks([], command, size, b"", 5.0)
 
 

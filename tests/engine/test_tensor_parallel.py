@@ -141,7 +141,7 @@ def test_families_that_are_not_divided_say_so_and_name_those_that_are() -> None:
 def test_a_backend_without_an_engine_is_refused_with_those_that_have_one() -> None:
     with ml.open_backend("numpy") as backend:
         assert not isinstance(backend, ml.SupportsDistributed)
-        with pytest.raises(ml.NotSupportedError, match=r"'numpy' has nothing to join .* torch or mlx"):
+        with pytest.raises(ml.NotSupportedError, match=r"'numpy' cannot join processes.* torch or mlx"):
             join(backend)
 
 

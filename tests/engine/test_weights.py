@@ -390,7 +390,7 @@ def test_gguf_files_that_are_broken(make_model: Make, tmp_path: Path) -> None:
 def test_a_gguf_file_without_a_usable_vocabulary_says_what_to_do(make_model: Make, tmp_path: Path) -> None:
     folder, path = make_model(), tmp_path / "model.gguf"
     write_gguf(path, folder, "llama")
-    with pytest.raises(ModelError, match=r"kind None.*put the model's tokenizer\.json beside the file"):
+    with pytest.raises(ModelError, match=r"kind None.*put the model's tokenizer\.json next to the file"):
         Tokenizer.load(path)
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     assert Tokenizer.load(path).encode("a") == Tokenizer.load(folder).encode("a")

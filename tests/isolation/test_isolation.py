@@ -103,15 +103,15 @@ REFUSALS: dict[tuple[str, str], tuple[Callable[[Path], None], type[Exception], s
         lambda _: completion(prompt_embeds="AAAA"), ApiError, "not supported"
     ),
     ("HFPrefixCache", "image"): (
-        lambda folder: hf(folder, pixel_values=torch.ones(1, 3, 8, 8)), NotSupportedError, "beside the tokens"
+        lambda folder: hf(folder, pixel_values=torch.ones(1, 3, 8, 8)), NotSupportedError, "besides the"
     ),
     ("HFPrefixCache", "place"): (
         lambda folder: hf(folder, mm_token_type_ids=torch.ones(1, len(IDS))), NotSupportedError,
-        "beside the tokens",
+        "besides the tokens",
     ),
     ("HFPrefixCache", "embeddings"): (
         lambda folder: hf(folder, inputs_embeds=torch.ones(1, len(IDS), 32)), NotSupportedError,
-        "beside the tokens",
+        "besides the tokens",
     ),
     ("HFPrefixCache", "rank"): (split_hf, NotSupportedError, "tiers= of a model split over 2 ranks"),
     ("MLXPrefixCache", "image"): (

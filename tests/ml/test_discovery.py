@@ -125,14 +125,14 @@ BROKEN = {
     "missing": "ModuleNotFoundError: No module named 'a_framework_that_is_not_there'",
     "exits": "SystemExit: no licence",
     "hook": "RuntimeError: it went up in smoke",
-    "nothing": "it returns one ml.BackendSpec",
-    "hookless": "it has no ml_backend(); it defines that function, with @ml.hookimpl before it",
+    "nothing": "it must return one ml.BackendSpec",
+    "hookless": "it has no ml_backend(); define that function, decorated with @ml.hookimpl",
     "misspelt": "it has no ml_backend()",
     "unmarked": "its ml_backend() has no @hookimpl",
     "untyped": "BackendSpec: priority='high'; it must be a whole number",
     "twin": "provided twice, by twin and by twin_too",
     "probe": "its probe raised RuntimeError: it went up in smoke",
-    "probes_badly": "its probe gave True",
+    "probes_badly": "its probe returned True",
     "absent": "no such chip",
 }
 """The plugins that cannot be used, and what has to be said of each."""

@@ -149,7 +149,7 @@ class TestRefusals:
         ("change", "error", "says"),
         [
             ({"q": (3, 4)}, ml.ShapeError, "each must be"),
-            ({"q": (3, 4, 6)}, ml.ShapeError, "key has to be"),
+            ({"q": (3, 4, 6)}, ml.ShapeError, "key must be"),
             ({"k": (6, 2, 8)}, ml.ShapeError, "value"),
             ({"v": (5, 1, 8)}, ml.ShapeError, "value"),
             ({"q": (3, 5, 8)}, ml.ShapeError, "multiple"),

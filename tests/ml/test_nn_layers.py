@@ -123,7 +123,7 @@ def test_latent_attention_refuses_shapes_before_it_attends(
     with pytest.raises(ml.DTypeError, match="up_key F16"):
         nn.latent_attention(ctx, whole[0], whole[1], whole[2].cast(ctx, DType.F16), whole[3], attend)
     assert not asked
-    with pytest.raises(ml.ShapeError, match=r"attend gave \(2, 2, 8\); it has to be \(2, 2, 6\)"):
+    with pytest.raises(ml.ShapeError, match=r"attend returned \(2, 2, 8\); it must return \(2, 2, 6\)"):
         nn.latent_attention(ctx, *whole, attend)
 
 

@@ -56,11 +56,11 @@ def test_the_start_says_what_memory_it_may_take(tmp_path: Path) -> None:
     )
     with piped(*KVCACHE, "serve", *arguments) as process:
         try:
-            line = next(text for text in process.stderr if "beside the weights" in text)
+            line = next(text for text in process.stderr if "in addition to the weights" in text)
         finally:
             process.kill()
-    assert line.startswith("kvcache: beside the weights at most 3.")
-    assert "GiB of memory: the cache " in line
+    assert line.startswith("kvcache: at most 3.")
+    assert "GiB of memory in addition to the weights: the cache " in line
     assert ", host memory 3.0 GiB, waiting for stores 256.0 MiB" in line
 
 
@@ -83,7 +83,7 @@ def test_the_next_server_finds_what_one_kept_whatever_signal_ended_it(tmp_path: 
             errors = process.stderr.read()
             assert process.wait(timeout=60) == (-signal.SIGKILL if killed else 0), errors
             assert "Traceback" not in errors
-            assert ("kvcache: writing what is kept to the stores" in errors) is not killed
+            assert ("kvcache: writing kept prefixes to the stores" in errors) is not killed
     with open_store(store.as_uri()) as kept, opened(EngineOptions(capacity=64), [kept]) as engine:
         assert engine.complete([said], GenerationOptions(1))[0].reused > known
 

@@ -1,4 +1,4 @@
-"""Our stores behind LMCache: a remote connector, named in its configuration.
+"""These stores as a remote backend of LMCache: a connector, named in its configuration.
 
 ::
 
@@ -8,7 +8,7 @@
       remote_storage_plugin.kvcache.class_name: KVStoreConnector
       kvcache.store: "file:///var/cache/kv?budget=100GiB"
 
-``connector`` is what LMCache loads, and imports it; ``chunks`` does not.
+LMCache loads ``connector``, which imports LMCache; ``chunks`` does not.
 """
 
 from __future__ import annotations

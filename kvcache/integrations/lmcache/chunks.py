@@ -17,7 +17,7 @@ from kvcache.stores.composing import digest_of
 __all__ = ["ChunkShape", "ConnectorOptions", "chunk_key", "identity_of_model"]
 
 PREFIX = "kvcache."
-"""Of our options, among all that ``extra_config`` says."""
+"""The prefix of our options in ``extra_config``."""
 META = "lmcache_chunk"
 
 
@@ -25,8 +25,8 @@ META = "lmcache_chunk"
 class ConnectorOptions:
     """The options of ``KVStoreConnector``, checked.
 
-    ``store`` are URLs, the nearest first: read in order, all of them written. ``threads`` read and write
-    chunks. ``identity`` names the model in place of a digest of its files.
+    ``store``: URLs, nearest first; they are read in order, and all are written. ``threads``: the number of
+    threads for reads and writes. ``identity`` replaces the digest of the model's files.
     """
 
     store: tuple[str, ...]
@@ -35,21 +35,21 @@ class ConnectorOptions:
 
     @classmethod
     def parse(cls, extra_config: Mapping[str, Any]) -> Self:
-        """Raises InvalidRangeError for an unknown option of ours, and for a value that is none."""
-        given = {
+        """Raises InvalidRangeError for an unknown ``kvcache.`` option and for an invalid value."""
+        ours = {
             name.removeprefix(PREFIX): value
             for name, value in extra_config.items()
             if name.startswith(PREFIX)
         }
-        found = parse_options("extra_config", given, [field.name for field in fields(cls)], PREFIX)
-        check_number(f"extra_config: {PREFIX}threads", found.get("threads", 1), int, 1)
-        return cls(**found)
+        options = parse_options("extra_config", ours, [field.name for field in fields(cls)], PREFIX)
+        check_number(f"extra_config: {PREFIX}threads", options.get("threads", 1), int, 1)
+        return cls(**options)
 
 
 def identity_of_model(name: str) -> dict[str, Any]:
     """A digest of the files of a model, by its folder or its name on the hub.
 
-    Raises UnknownModelError where they are not here.
+    Raises UnknownModelError if they are not on this machine.
     """
     folder = model_folder(name)
     if folder is None:
@@ -60,8 +60,8 @@ def identity_of_model(name: str) -> dict[str, Any]:
 def chunk_key(identity: Mapping[str, Any], key: Any) -> str:
     """An entry's key; ``key`` is LMCache's, which names the model, rank, tokens, dtype, tags and layer.
 
-    All of its fields, but for those of the request that are no tags: its ``to_string`` escapes nothing, so
-    that two keys may have one. Raises StoreValueError for tags that ``compose`` does not take.
+    Made of all fields, except those of the request that are not tags. ``to_string`` is not used, since it
+    escapes nothing and is not unique. Raises StoreValueError for tags that ``compose`` refuses.
     """
     named: dict[str, Any] = {field.name: getattr(key, field.name) for field in fields(key)}
     del named["request_configs"]
@@ -70,7 +70,7 @@ def chunk_key(identity: Mapping[str, Any], key: Any) -> str:
 
 @dataclass(frozen=True)
 class ChunkShape:
-    """What the bytes of a chunk are: tensors of these shapes and dtypes, in a format of LMCache."""
+    """The layout of a chunk's bytes: tensors of these shapes and dtypes, in a format of LMCache."""
 
     form: str
     shapes: tuple[tuple[int, ...], ...]
@@ -83,16 +83,18 @@ class ChunkShape:
 
     @classmethod
     def unpack(cls, entry: SerializedSnapshot) -> tuple[Self, np.ndarray]:
-        """What a chunk is, and its bytes, uint8 (bytes,), as a view; else SnapshotCorruptError."""
+        """A chunk's layout, and a view of its bytes, uint8 (bytes,). Raises SnapshotCorruptError for anything
+        else.
+        """
         try:
             meta = entry.meta[META]
             (data,) = entry.arrays.values()
             shapes = tuple(tuple(int(size) for size in shape) for shape in meta["shapes"])
-            found = cls(str(meta["form"]), shapes, tuple(str(name) for name in meta["dtypes"]))
+            layout = cls(str(meta["form"]), shapes, tuple(str(name) for name in meta["dtypes"]))
         except (KeyError, TypeError, ValueError) as error:
             raise SnapshotCorruptError(f"load: not a chunk of LMCache: {error!r}") from error
-        if data.dtype != np.uint8 or data.ndim != 1 or len(found.shapes) != len(found.dtypes):
+        if data.dtype != np.uint8 or data.ndim != 1 or len(layout.shapes) != len(layout.dtypes):
             raise SnapshotCorruptError(f"load: chunk of LMCache: {data.dtype} {data.shape}; it must be bytes")
         if any(size < 0 for shape in shapes for size in shape) or sum(map(math.prod, shapes)) > data.size:
             raise SnapshotCorruptError(f"load: chunk of LMCache: {data.size} bytes for other shapes")
-        return found, data
+        return layout, data

@@ -1,4 +1,6 @@
-"""What LMCache loads: a ``RemoteConnector`` (lmcache/v1/storage_backend/connector) over our stores."""
+"""The connector that LMCache loads: a ``RemoteConnector`` (lmcache/v1/storage_backend/connector) over our
+stores.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +32,17 @@ log = logging.getLogger("kvcache")
 T = TypeVar("T")
 
 _NAMES = {**TORCH_DTYPE_TO_STR_DTYPE, None: "bytes"}
-"""Of dtypes; chunks that LMCache has compressed have none."""
+"""The names of dtypes; chunks compressed by LMCache have none."""
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
     """Chunks of LMCache in a tier of stores.
 
-    A chunk that no store has, or that is damaged, is a miss, and is computed again. A store that is out of
-    reach is left alone for a while.
+    A missing or damaged chunk is a miss and is computed again. An unreachable store is not used for a while.
 
-    Raises InvalidRangeError for an unknown option, StoreError where a store does not open,
-    UnknownModelError where nothing tells which weights are loaded.
+    Raises InvalidRangeError for an unknown option, StoreError if a store does not open, and UnknownModelError
+    if the loaded weights cannot be identified.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, local_cpu_backend: Any, config: Any) -> None:
@@ -49,7 +50,7 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
         options = ConnectorOptions.parse((config.extra_config if config else None) or {})
         self._identity = dict(options.identity or identity_of_model(local_cpu_backend.metadata.model_name))
         serde = local_cpu_backend.config.remote_serde
-        if serde != "naive":  # its chunks are of no use to an engine with another one
+        if serde != "naive":  # engines with another serializer cannot read such chunks
             self._identity["remote_serde"] = serde
         self._loop, self._memory = loop, local_cpu_backend
         self._stores = StoresInUse(options.store, 0)
@@ -68,32 +69,34 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
         return True
 
     def batched_contains(self, keys: list[Any]) -> int:
-        """How many leading chunks are stored."""
+        """The number of leading chunks that are stored."""
         return self._tier.prefix([self._name(key) for key in keys])
 
     async def batched_async_contains(self, lookup_id: str, keys: list[Any], pin: bool = False) -> int:
         return await self._run(self.batched_contains, keys)
 
     async def get(self, key: Any) -> Any:
-        """A chunk in LMCache's own memory; None: no store has it whole, or there is no memory for it."""
+        """A chunk in LMCache's own memory; None if no store has an intact copy, or if there is no memory for
+        it.
+        """
         return await self._run(self._get, key)
 
     async def put(self, key: Any, memory_obj: Any) -> None:
-        """Store a chunk, unless it is there; StoreUnavailableError where no store took it."""
+        """Store a chunk unless it is stored already. Raises StoreUnavailableError if no store accepted it."""
         await self._run(self._put, key, memory_obj)
 
     def remove_sync(self, key: Any) -> bool:
-        """Forget a chunk. False: it was not stored."""
+        """Delete a chunk. Returns False if it was not stored."""
         name = self._name(key)
         (there,) = self._tier.stored([name])
         self._tier.drop(name)
         return there
 
     async def list(self) -> list[str]:  # named by LMCache
-        raise NotSupportedError("list: stores know chunks by digests of their keys, and cannot tell the keys")
+        raise NotSupportedError("list: stores know only digests of chunks' keys, and cannot list the keys")
 
     async def close(self) -> None:
-        """Let go of the stores, after the calls under way."""
+        """Release the stores, after pending calls have completed."""
         self._threads.shutdown()
         self._stores.close()
 
@@ -104,7 +107,7 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
         return await self._loop.run_in_executor(self._threads, call, *args)
 
     def _get(self, key: Any) -> Any:
-        return use_entry(self._tier, self._name(key), lambda found: self._filled(*ChunkShape.unpack(found)))
+        return use_entry(self._tier, self._name(key), lambda entry: self._filled(*ChunkShape.unpack(entry)))
 
     def _filled(self, shape: ChunkShape, data: np.ndarray) -> Any:
         """A memory object with these bytes."""
@@ -132,4 +135,4 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
         )
         data = np.frombuffer(memory_obj.byte_array, np.uint8)
         if not self._tier.write(self._name(key), shape.pack(data)):
-            raise StoreUnavailableError(f"put: no store took the chunk {key.to_string()}")
+            raise StoreUnavailableError(f"put: no store accepted the chunk {key.to_string()}")

@@ -1,4 +1,4 @@
-"""Our caches inside mlx-lm: prompt caches for ``generate``, batches, speculative decoding, files and LRU.
+"""These caches inside mlx-lm: prompt caches for ``generate``, batches, speculative decoding, files and LRU.
 
 ::
 
@@ -8,10 +8,10 @@
     for response in mlx_lm.stream_generate(model, tokenizer, prompt, prompt_cache=prompt_cache):
         ...
 
-Prompt caches that meet (rows of a batch, copies, what an ``LRUPromptCache`` keeps) are made by one
-``CachePool``; ``MLXPrefixCache`` shares prefixes between conversations, in memory and in stores.
-``install`` lets mlx-lm make its prompt caches of such a pool by itself; ``MLXModel`` is a model that
-our engine drives. For mlx-lm 0.32.
+Prompt caches that are used together (rows of a batch, copies, entries of an ``LRUPromptCache``) must come
+from one ``CachePool``. ``MLXPrefixCache`` shares prefixes between conversations, in memory and in stores.
+``install`` makes mlx-lm create its prompt caches from such a pool; ``MLXModel`` is a model for our engine.
+For mlx-lm 0.32.
 """
 
 from __future__ import annotations
@@ -68,26 +68,25 @@ __all__ = [
 ]
 
 
-check_loops()  # now: who imports mlx-lm's loops by name later gets those that check
+check_loops()  # early, so that loops imported by name later are the checked ones
 
 
 def make_prompt_cache(model: Any, **options: Any) -> list[Any]:
-    """A prompt cache for ``model`` in a ``CachePool`` of its own, which takes the same ``options``.
-
-    One sequence of ``capacity`` tokens by default: a copy of it needs another as soon as one of the two goes
-    on (``max_sequences=2``).
+    """A prompt cache for ``model`` in its own ``CachePool``, which has the same ``options``. The default is
+    one sequence of ``capacity`` tokens; a copy needs a second one (``max_sequences=2``) as soon as either
+    continues.
     """
     PoolOptions.of("make_prompt_cache", options)
     return CachePool(model, **options).make_prompt_cache()
 
 
 def install(model: Any, **options: Any) -> CachePool:
-    """Let mlx-lm make the prompt caches of ``model`` in one pool, wherever it makes them itself.
+    """Make mlx-lm create the prompt caches of ``model`` from one pool.
 
-    ``generate``, ``BatchGenerator`` and the server ask the model for its caches (``make_cache``); this
-    answers for it. In the server, requests wait until the pool has room for them, and what its
-    ``LRUPromptCache`` keeps gives way. Returns the pool; ``uninstall`` takes it back. Called again, it
-    makes another pool; prompt caches of the one before stay in theirs.
+    ``generate``, ``BatchGenerator`` and the server call the model's ``make_cache``, which this replaces. In
+    the server, requests wait until the pool has room for them, and entries of its ``LRUPromptCache`` are
+    dropped if necessary. Returns the pool; ``uninstall`` restores the model. A second call makes a new pool;
+    existing prompt caches stay in theirs.
     """
     PoolOptions.of("install", options)
     pool = CachePool(model, **options)
@@ -97,7 +96,7 @@ def install(model: Any, **options: Any) -> CachePool:
 
 
 def uninstall(model: Any) -> None:
-    """Let ``model`` make mlx-lm's own caches again; nothing where ``install`` was not called."""
+    """Restore mlx-lm's own caches for ``model``; no effect without ``install``."""
     vars(model).pop("make_cache", None)
 
 
@@ -113,17 +112,16 @@ for _takes_options in (CachePool, make_prompt_cache, install):  # for help and c
 
 
 def rewind(prompt_cache: Sequence[Any], position: int) -> int:
-    """Go back to ``position``, or as little before it as the caches can; returns where they are then.
-
-    Sliding layers may have lost what a token at ``position`` sees, and the states of recurrent layers
-    are those of some positions only: then the nearest kept state before it holds, or 0. The tokens from
-    there on are to be computed again. A prompt cache whose last pass failed half way is whole again
-    where it was before it.
+    """Go back to ``position``, or to the last possible position before it; returns the position reached.
+    Sliding layers may no longer store what a token at ``position`` sees, and recurrent layers keep the states
+    of some positions only. Then the nearest position before it is used, or 0. Tokens from the returned
+    position on must be computed again. Also repairs a prompt cache whose last pass failed, by undoing that
+    pass.
     """
     rows = getattr(prompt_cache[0], "rows", None) if prompt_cache else None
     if not isinstance(rows, BatchRows):
         raise InvalidRangeError(
-            "rewind: this is no prompt cache of a CachePool; mlx-lm's own have trim_prompt_cache"
+            "rewind: this is not a prompt cache of a CachePool; use trim_prompt_cache for mlx-lm's own"
         )
     if len(rows.claimed) != 1:
         raise InvalidRangeError(

@@ -1,4 +1,4 @@
-"""What computes in a model of mlx-lm now: adapters, and weights that have changed."""
+"""Detects adapters and changed weights of a model of mlx-lm."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ __all__ = ["Adapters"]
 
 Named = tuple[str, mx.array]
 _ADAPTER = {"lora_a", "lora_b", "m"}
-"""What mlx-lm's layers with adapters have of their own."""
+"""The attributes of mlx-lm's adapter layers that hold their own weights."""
 _WRAPPED = {"linear", "embedding"}
-"""Where they put the layer that they wrap."""
+"""The attributes that hold the wrapped layer."""
 
 
 class Adapters:
-    """Tells what K and V of ``model`` depend on beside the tokens and the weights that it has now.
-
-    An array that is written in place is noticed where one of a few elements of it changes, as where all are
-    written.
+    """Identifies what K and V of ``model`` depend on besides the tokens and its current weights. A few
+    elements of each array are sampled: a write in place is detected if it changes one of them, as a write of
+    the whole array does.
     """
 
     def __init__(self, model: Any) -> None:
@@ -34,7 +33,7 @@ class Adapters:
         self._look()
 
     def variant(self) -> Part:
-        """What to begin a conversation with; None: the weights alone, as they were at first."""
+        """The variant for new conversations; None: the original weights without adapters."""
         scales, own = self._look()
         if not own:
             return self._weights.version
@@ -45,14 +44,14 @@ class Adapters:
         )
 
     def _look(self) -> tuple[list[Part], list[Named]]:
-        """Look at the weights; returns the scales of layers with adapters, and the arrays of these."""
+        """Inspect the weights; returns the scales of layers with adapters, and the adapters' arrays."""
         if not hasattr(self._model, "named_modules"):
             return [], []
         layers = {name: part for name, part in self._model.named_modules() if hasattr(part, "lora_a")}
         own: list[Named] = []
         base: list[Named] = []
-        found: Any = tree_flatten(self._model.parameters())
-        for name, array in found:
+        named_arrays: Any = tree_flatten(self._model.parameters())
+        for name, array in named_arrays:
             layer, _, leaf = name.rpartition(".")
             if layer in layers and leaf in _ADAPTER:
                 own.append((name, array))
@@ -64,7 +63,7 @@ class Adapters:
 
 
 def _marks(arrays: Sequence[Named]) -> Marks:
-    """Of each its object, and a few elements, which are read in one go for each dtype."""
+    """For each array its object and a few elements, which are read together for each dtype."""
     marks: list[tuple[object, ...]] = []
     parts: dict[mx.Dtype, list[mx.array]] = {}
     for name, array in arrays:

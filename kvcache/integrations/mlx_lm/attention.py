@@ -39,35 +39,33 @@ _schedule: Any = mx.async_eval
 class Attending(LayerCache):
     """K and V of a layer."""
 
-    _given: tuple[ForwardPass, Any, Any] | None = None
-    """What the model has of ``update_and_fetch``, until it attends to it or the next pass begins."""
+    _fetched: tuple[ForwardPass, Any, Any] | None = None
+    """The result of ``update_and_fetch``, until the model attends to it or the next pass begins."""
 
     @waiting
     def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
-        """Store (rows, kv_heads, tokens, dim) and give back all that the queries of this pass may see.
-
-        The arrays are in the order that ``make_mask`` speaks of, and snapshots: drop them before the
-        next pass, or its write copies the buffer.
+        """Store (rows, kv_heads, tokens, dim) and return everything that the queries of this pass may see.
+        The arrays are in the order of ``make_mask``'s columns. They are snapshots: drop them before the next
+        pass, or its write copies the buffer.
         """
-        self._given = None
+        self._fetched = None
         one = self.rows.pass_for(self._seen, keys.shape[2], keys.shape[0])
         self._storage.put(self.layer, one, keys, values)
         self._seen = self.rows.events
-        found = self._read(one, keys.dtype, values.dtype)
+        fetched = self._read(one, keys.dtype, values.dtype)
         if self._storage.attends(self.layer, one):
-            self._given = one, *found
-        return found
+            self._fetched = one, *fetched
+        return fetched
 
     @waiting
     def attend(self, queries: Any, keys: Any, values: Any, scale: float, mask: Any, sinks: Any) -> Any:
-        """What mlx-lm's ``scaled_dot_product_attention`` gives of the same; None: leave it to that.
-
-        It does this where K, V and the mask are what this entry gave, as they are, and it reads less.
+        """The result of mlx-lm's ``scaled_dot_product_attention``; None to leave it to that function. Used if
+        K, V and the mask are unchanged results of this entry, and if it reads less.
         """
-        given, self._given = self._given, None
-        if given is None or given[1] is not keys or given[2] is not values:
+        fetched, self._fetched = self._fetched, None
+        if fetched is None or fetched[1] is not keys or fetched[2] is not values:
             return None
-        one, storage = given[0], self._storage
+        one, storage = fetched[0], self._storage
         if not one.shows(mask, storage.attention_of(self.layer)):
             _schedule(keys, values)
             return None
@@ -81,9 +79,8 @@ class Attending(LayerCache):
 
     @waiting
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:  # noqa: N803
-        """What the next ``N`` tokens see: None (all), "causal", or BOOL (N, history), (rows, 1, N, history).
-
-        Begins the pass: the mask is that of what ``update_and_fetch`` is about to give.
+        """The mask of the next ``N`` tokens: None (all visible), "causal", or BOOL (N, history) or (rows, 1,
+        N, history). Begins the pass; the columns are those of the next ``update_and_fetch``.
         """
         one = self.rows.pass_for(self._seen, N)
         window = None if window_size is None else window_size - 1
@@ -119,7 +116,7 @@ class Attending(LayerCache):
                 return None
             if tokens > 1 and not return_array and (stop == np.arange(size - tokens + 1, size + 1)).all():
                 return "causal"
-        if self._storage.one_length:  # one mask for all rows, which such models may have no room for
+        if self._storage.one_length:  # such models may not accept a mask per row
             first, stop = first[:1], stop[:1]
         columns = mx.arange(size)
         after, below = mx.array(first)[:, None, :, None], mx.array(stop)[:, None, :, None]
@@ -129,25 +126,25 @@ class Attending(LayerCache):
     def is_trimmable(self) -> bool:
         """Whether ``trim`` can go back.
 
-        Where a layer keeps a window: whether ``rollback`` was asked for, or nothing has left it as yet.
+        For a sliding layer, whether ``rollback`` is set or nothing has left its window yet.
         """
         if self._spec.window is None or (self._storage.rollback and not self.rows.kept):
             return True
         cache = self._storage.attention_of(self.layer)
-        stored = [cache.positions(held.seq) for held in self.rows.claimed if held.seq is not None]
+        stored = [cache.positions(claim.seq) for claim in self.rows.claimed if claim.seq is not None]
         return all(not x.size or x[-1] + 1 == x.size for x in stored)
 
-    # What is stored, in the order of positions.
+    # Stored tokens, in the order of positions.
 
     @waiting
     def _stored(self) -> tuple[Any, Any]:
-        """K and V of all rows; None and None while there is nothing."""
+        """K and V of all rows; (None, None) while nothing is stored."""
         self.rows.settle()
         if not any(self.rows.lengths):
             return None, None
-        sequences = [held.seq for held in self.rows.claimed]
-        found = self._storage.stored(self.layer, sequences, self.rows.live())
-        return self._kept(found[0]), self._kept(found[1])
+        sequences = [claim.seq for claim in self.rows.claimed]
+        stored = self._storage.stored(self.layer, sequences, self.rows.live())
+        return self._kept(stored[0]), self._kept(stored[1])
 
     def _kept(self, x: Any) -> Any:
         window, keep = self._spec.window or 0, self._spec.keep
@@ -157,7 +154,7 @@ class Attending(LayerCache):
 
     @property
     def keys(self) -> Any:
-        """K (rows, kv_heads, tokens, dim) in the order of positions, for looking at; None while empty."""
+        """K (rows, kv_heads, tokens, dim) in the order of positions, for inspection; None while empty."""
         return self._stored()[0]
 
     @keys.setter
@@ -173,14 +170,13 @@ class Attending(LayerCache):
         self._assign("values", new)
 
     def _assign(self, name: str, new: Any) -> None:
-        """What the model sets keeps the order of MLX's graph, which has none here: a put is evaluated.
-
-        Raises NotSupportedError where the model was not seen to set it (``Attention.assigned``).
+        """Called if the model assigns K or V, which some do to order MLX's graph; a no-op, since every put is
+        evaluated. Raises NotSupportedError unless the model is known to do so (``Attention.assigned``).
         """
         if not self._spec.assigned:
             raise NotSupportedError(
-                f"{name}: {new.shape} is set in the entry of layer {self.layer}; its K and V are stored by "
-                "update_and_fetch alone"
+                f"{name}: {new.shape} is set in the entry of layer {self.layer}; only update_and_fetch "
+                "stores its K and V"
             )
 
     @property
@@ -191,9 +187,8 @@ class Attending(LayerCache):
 
     @waiting
     def keys_and_values(self) -> tuple[Any, Any]:
-        """What ``update_and_fetch`` gave in this pass, for layers that share another's.
-
-        Between passes, what is stored of one row, or of rows of one length, in the order of positions.
+        """The result of ``update_and_fetch`` in this pass, for layers that share another's K and V. Between
+        passes, the stored tokens of one row, or of rows of equal length, in the order of positions.
         """
         one = self.rows.live()
         if one is not None:
@@ -202,7 +197,7 @@ class Attending(LayerCache):
         if isinstance(last, ForwardPass) and not last.by_position:
             raise OrderError(
                 "keys_and_values: another prompt cache of this pool was used since this one's pass, whose "
-                "mask speaks of another order than that of positions"
+                "mask is not in the order of positions"
             )
         if len(set(self.rows.lengths)) > 1:
             raise OrderError(
@@ -212,35 +207,36 @@ class Attending(LayerCache):
         return self._stored()
 
     def saved(self) -> Any:
-        """What ``save_prompt_cache`` saves and mlx-lm's KVCache loads: K, V and the offset."""
+        """The state that ``save_prompt_cache`` saves and mlx-lm's KVCache loads: K, V and the offset."""
         return self._with_codes(*self._stored(), self._saved_offset())
 
     def _with_codes(self, *state: Any) -> SavedState:
-        """What mlx-lm's class loads, with what is stored of one row."""
-        held, storage = self.rows.claimed, self._storage
+        """The state that mlx-lm's class loads, with the stored codes of one row."""
+        claimed, storage = self.rows.claimed, self._storage
         return SavedState.of(
-            state, self.layer, lambda: storage.codes(self.layer, held[0].seq) if len(held) == 1 else None
+            state,
+            self.layer,
+            lambda: storage.codes(self.layer, claimed[0].seq) if len(claimed) == 1 else None,
         )
 
     def _saved_offset(self) -> int | BatchState:
-        """How many tokens each row holds, where the rows may be saved together."""
+        """The number of tokens of each row, if the rows may be saved together."""
         lengths = self.rows.lengths_for(self._seen)
         return BatchState() if self.rows.batched or len(set(lengths)) > 1 else lengths[0]
 
     @property
     @waiting
     def nbytes(self) -> int:
-        """Bytes of this layer that the rows hold; what they share with others counts for each."""
-        tokens = sum(self._storage.tokens_of(self.layer, held.seq) for held in self.rows.claimed)
+        """Bytes of this layer's rows; shared tokens are counted for each row."""
+        tokens = sum(self._storage.tokens_of(self.layer, claim.seq) for claim in self.rows.claimed)
         return self._storage.token_bytes(self.layer) * tokens
 
 
 @waiting
 def _to_quantized(self: Attending, group_size: int = 64, bits: int = 4) -> Any:
-    """mlx-lm's QuantizedKVCache with what is stored, for ``kv_bits=``; it is not of the pool any more.
-
-    A method of the entries that have it: mlx-lm asks whether one does, and leaves a ChunkedKVCache as it is.
-    Codes, scales and biases are the pool's own where it stores them so: ``dtype="AFFINE4_64"``, say.
+    """mlx-lm's QuantizedKVCache with the stored tokens, for ``kv_bits=``; it is independent of the pool. Only
+    some entries have this method: mlx-lm checks for it, and leaves a ChunkedKVCache unchanged. If the pool
+    stores the same format (``dtype="AFFINE4_64"``, for example), its codes, scales and biases are copied.
 
     Raises NotSupportedError for models with sliding layers, before any layer is converted, and for
     batches, which mlx-lm does not quantize either.
@@ -281,19 +277,19 @@ class RotatingKVCache(Attending, OwnRotatingKVCache):  # type: ignore[misc]
 
     @property
     def keep(self) -> int:
-        """How many of the first tokens never leave."""
+        """The number of first tokens that are never evicted."""
         return self._spec.keep
 
     @property
     def max_size(self) -> int:
-        """As mlx-lm's: the window, or less where the model's masks look further back (see ``Attention``)."""
+        """As in mlx-lm: the window, or less if the model's masks look further back (see ``Attention``)."""
         size = self._spec.max_size or self._spec.window
         assert size is not None
         return size
 
     @waiting
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:  # noqa: N803
-        """As KVCache's. NotSupportedError for a window that reaches back to what is not kept."""
+        """As for KVCache. Raises NotSupportedError for a window that exceeds the tokens kept."""
         window = self._spec.window
         if window_size is not None and window is not None and window_size > window:
             raise NotSupportedError(
@@ -305,7 +301,7 @@ class RotatingKVCache(Attending, OwnRotatingKVCache):  # type: ignore[misc]
         return self._mask_beside_kept(self.rows.pass_for(self._seen, N), return_array, window_size)
 
     def _mask_beside_kept(self, one: ForwardPass, return_array: bool, window_size: int | None) -> Any:
-        """BOOL (N, history) of one row, (rows, 1, N, history) of several."""
+        """BOOL (N, history) for one row, (rows, 1, N, history) for several."""
         storage, cache = self._storage, self._storage.attention_of(self.layer)
         by_cells = storage.reads_cells(one)
         if by_cells:
@@ -334,9 +330,8 @@ class RotatingKVCache(Attending, OwnRotatingKVCache):  # type: ignore[misc]
         return min(super().size(), self.max_size)
 
     def saved(self) -> Any:
-        """What mlx-lm's RotatingKVCache loads: the window in the order of positions.
-
-        A full one overwrites its oldest token next. Where that has left already, zeros stand for it.
+        """The state that mlx-lm's RotatingKVCache loads: the window in the order of positions. A full one
+        overwrites its oldest token next; if that token is no longer stored, zeros replace it.
         """
         keys, values = self._stored()
         offset, at = self._saved_offset(), 0 if keys is None else keys.shape[2]
@@ -352,7 +347,7 @@ class RotatingKVCache(Attending, OwnRotatingKVCache):  # type: ignore[misc]
 
 
 class ChunkedKVCache(Attending, OwnChunkedKVCache):  # type: ignore[misc]
-    """K and V of a layer whose queries see their own chunk of positions, by a mask that the model makes."""
+    """K and V of a layer whose queries see their own chunk of positions, through a mask made by the model."""
 
     @property
     def chunk_size(self) -> int:
@@ -363,16 +358,16 @@ class ChunkedKVCache(Attending, OwnChunkedKVCache):  # type: ignore[misc]
     @property
     @waiting
     def start_position(self) -> int:
-        """The position of the first token that ``update_and_fetch`` of the next pass gives."""
+        """The position of the first token that the next pass's ``update_and_fetch`` returns."""
         lengths, rows = self.rows.lengths_for(self._seen), self.rows
         begun = rows.lengths[0] - lengths[0]
         return lengths[0] - self._reach(self._storage.tokens_of(self.layer, rows.claimed[0].seq) - begun)
 
     def maybe_trim_front(self) -> None:
-        """Nothing: what has left the window goes when a pass begins."""
+        """A no-op: tokens outside the window are dropped when a pass begins."""
 
     def _reach(self, stored: int) -> int:
-        """How many of the tokens that are stored before a pass are given in it."""
+        """The number of earlier tokens that ``update_and_fetch`` returns in a pass."""
         return max(0, min(self.chunk_size - 1, stored))
 
     def _read(self, one: ForwardPass, key_dtype: Any, value_dtype: Any) -> tuple[Any, Any]:
@@ -381,7 +376,9 @@ class ChunkedKVCache(Attending, OwnChunkedKVCache):  # type: ignore[misc]
         return keys[..., first:, :].astype(key_dtype), values[..., first:, :].astype(value_dtype)
 
     def saved(self) -> Any:
-        """What mlx-lm's ChunkedKVCache loads: the last tokens in the order of positions, and the first's."""
+        """The state that mlx-lm's ChunkedKVCache loads: the last tokens in the order of positions, and the
+        first position.
+        """
         keys, values = self._stored()
         size = 0 if keys is None else keys.shape[2]
         offset = self._saved_offset()
@@ -390,9 +387,8 @@ class ChunkedKVCache(Attending, OwnChunkedKVCache):  # type: ignore[misc]
 
 
 class Bystander(Attending, OwnKVCache):  # type: ignore[misc]
-    """The entry of a layer that the model never reads or writes: it holds nothing.
-
-    It takes part in whatever the other entries were in since it was last asked for something.
+    """The entry of a layer that the model never reads or writes; it stores nothing. It follows all changes of
+    the other entries automatically.
     """
 
     to_quantized = _to_quantized
@@ -406,9 +402,9 @@ class Bystander(Attending, OwnKVCache):  # type: ignore[misc]
         self._own_seen = events
 
     def update_and_fetch(self, keys: Any, values: Any) -> tuple[Any, Any]:
-        """Raises OrderError: the pool has no room for this layer."""
+        """Raises OrderError: the pool has no storage for this layer."""
         raise OrderError(
-            f"update_and_fetch: layer {self.layer}, which the model left alone when the pool was made"
+            f"update_and_fetch: layer {self.layer}, which the model did not use when the pool was created"
         )
 
     def _stored(self) -> tuple[Any, Any]:
@@ -422,22 +418,22 @@ class Bystander(Attending, OwnKVCache):  # type: ignore[misc]
         return 0
 
 
-Bystander.__name__ = KVCache.__name__  # which save_prompt_cache writes
+Bystander.__name__ = KVCache.__name__  # the name that save_prompt_cache writes
 
 
-# Attention by ``Cache.attend``, where that reads less than the arrays that ``update_and_fetch`` gives: these
-# have every row of a batch padded to the longest, and what rows share once for each; of quantized storage
-# they are floats. Those that are not used are never computed: MLX is lazy.
+# Attention by ``Cache.attend`` if that reads less than the arrays of ``update_and_fetch``, in which every row
+# is padded to the longest, shared tokens are repeated, and quantized storage is dequantized. Unused arrays
+# are never computed, since MLX is lazy.
 
 _NAME = "scaled_dot_product_attention"
 _original: Any = getattr(base, _NAME)
 
 
 def attend_by_entries(model: Any) -> bool:
-    """Let the layers of ``model`` ask their entries, as others of its classes then do; False: none can.
-
-    mlx-lm's models call ``scaled_dot_product_attention`` by a name of their own module. There stands a
-    function of the same name that asks the entry first; for entries of mlx-lm's own it does what theirs does.
+    """Make the layers of ``model`` call their entries' ``attend``; False if none can. This affects all models
+    of its classes. mlx-lm's models call ``scaled_dot_product_attention`` through their own module's
+    namespace, where it is replaced by a function that tries the entry first; with mlx-lm's own entries the
+    behaviour is unchanged.
     """
     names = {type(module).__module__ for _, module in model.named_modules()}
     places = [vars(sys.modules[name]) for name in names]
@@ -453,7 +449,7 @@ def _scaled_dot_product_attention(
     if isinstance(keys, Given):
         return keys.attend(queries, values, scale, mask, sinks)
     if isinstance(cache, Attending):
-        found = cache.attend(queries, keys, values, scale, mask, sinks)
-        if found is not None:
-            return found
+        attended = cache.attend(queries, keys, values, scale, mask, sinks)
+        if attended is not None:
+            return attended
     return _original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)

@@ -1,9 +1,8 @@
-"""The codes of quantized pools in the files of ``save_prompt_cache``, beside the values that they read as.
-
-mlx-lm's classes load the values. A pool of the same format takes the codes: values quantized again are others
-in formats that fit a scale to them. In the file the codes follow the entries, as if there were one more: by
-layer the format, the dtype of the activations, and the parts of K and V. mlx-lm's loader makes entries for as
-many classes as the file names, and leaves it out.
+"""The codes of quantized pools in files of ``save_prompt_cache``, besides the dequantized values. mlx-lm's
+classes load the values. A pool of the same format loads the codes, since quantizing the values again would
+change them in formats with fitted scales. In the file, the codes look like one more entry: for each layer the
+format, the dtype of the activations, and the parts of K and V. mlx-lm's loader makes only the entries whose
+classes the file names, and ignores it.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ __all__ = ["SavedState", "codes_in", "keep_codes"]
 
 
 class SavedState(tuple[Any, ...]):
-    """What mlx-lm's class loads; ``codes``, where they are stored, gives what a pool of ours takes."""
+    """The state that mlx-lm's class loads; ``codes``, if stored, returns what one of our pools loads."""
 
     layer: int
     codes: Callable[[], Codes | None]
 
     @classmethod
     def of(cls, state: Sequence[Any], layer: int, codes: Callable[[], Codes | None]) -> SavedState:
-        found = cls(state)
-        found.layer, found.codes = layer, codes
-        return found
+        saved = cls(state)
+        saved.layer, saved.codes = layer, codes
+        return saved
 
 
 @functools.cache
 def keep_codes() -> None:
-    """Put this module before the ``tree_flatten`` by which ``save_prompt_cache`` lists states, once."""
+    """Wrap the ``tree_flatten`` with which ``save_prompt_cache`` lists states, once."""
     original = mlx_caches.tree_flatten
 
     @functools.wraps(original)
@@ -63,7 +62,9 @@ def _listed(codes: Codes | None) -> list[Any]:
 
 
 def codes_in(file_name: str, entries: int, layers: Sequence[Layer]) -> dict[int, Codes]:
-    """By layer, the codes of a file of so many ``entries``: those of all layers with K and V, or none."""
+    """By layer, the codes in a file with this number of ``entries``: of all layers with K and V, or of
+    none.
+    """
     arrays: Any = mx.load(file_name)
     listed: dict[int, dict[int, Any]] = {}
     for name, array in arrays.items():

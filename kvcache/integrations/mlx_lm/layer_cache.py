@@ -1,7 +1,6 @@
-"""What mlx-lm's loops ask of every entry of a prompt cache: rows that are trimmed, copied, batched.
-
-The classes of entries carry the names of mlx-lm's own, whose place they take: ``save_prompt_cache``
-writes the name of a class beside its ``state``, so that mlx-lm can load what is saved here.
+"""The interface that mlx-lm's loops require of every entry of a prompt cache: trimming, copying, batching.
+The entries' classes have the same names as mlx-lm's: ``save_prompt_cache`` writes the name of a class with
+its ``state``, so mlx-lm can load the file.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ __all__ = ["BatchState", "CacheList", "LayerCache"]
 
 def _not_made(cls: type, state: Any) -> Any:
     raise NotSupportedError(
-        f"state: a {cls.__name__} of a CachePool is not made from one; adopt(prompt_cache, pool) takes over "
-        "a prompt cache of mlx-lm's, load_prompt_cache(file, pool) one that was saved"
+        f"state: a {cls.__name__} of a CachePool is not made from one; adopt(prompt_cache, pool) converts a "
+        "prompt cache of mlx-lm, load_prompt_cache(file, pool) loads a saved one"
     )
 
 
@@ -37,7 +36,7 @@ def _state(entry: Any) -> Any:
 _STATE = property(
     _state,
     lambda entry, state: _not_made(type(entry), state),
-    doc="What ``save_prompt_cache`` reads, and mlx-lm's class of the same name loads; nobody sets it.",
+    doc="The state that ``save_prompt_cache`` reads and mlx-lm's class of the same name loads; read-only.",
 )
 
 
@@ -54,20 +53,20 @@ class LayerCache:
 
     @waiting
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A prompt cache of its own that shares what is stored, until one of the two goes on."""
-        rows = copy.deepcopy(self.rows, memo)  # which settles what is under way
+        """An independent prompt cache that shares the stored tokens until one of the two is written."""
+        rows = copy.deepcopy(self.rows, memo)  # settles the current pass
         return type(self)(rows, self.layer, min(0, self._seen - self.rows.events))
 
     @property
     def _storage(self) -> Storage:
         return self.rows.pool.storage
 
-    # What is stored.
+    # Stored tokens.
 
     @property
     @waiting
     def offset(self) -> Any:
-        """How many tokens are stored: a number, or an array of one for each row of a batch."""
+        """The number of stored tokens; an array with one number per row for a batch."""
         lengths = self.rows.lengths_for(self._seen)
         if not self.rows.batched or self._storage.one_length:
             return lengths[0]
@@ -81,22 +80,22 @@ class LayerCache:
 
     @property
     def size_seen(self) -> int:
-        """The tokens of the longest row in which this layer has part, after a pass that failed half way."""
+        """The tokens of the longest row as this layer has seen it, if a pass failed midway."""
         rows = self.rows
         return max(rows.lengths if self._seen == rows.events else rows.before)
 
     @property
     def is_behind(self) -> bool:
-        """Whether the other entries did something that this one had no part in."""
+        """Whether the other entries made a change that this one missed."""
         return self._seen != self.rows.events
 
     def catch_up(self) -> None:
-        """Take what the other entries did as done here too; for whoever then makes it good."""
+        """Mark the other entries' changes as seen; the caller repairs the content."""
         self._seen = self.rows.events
 
     @waiting
     def check_whole(self, op: str) -> None:
-        """Raise OrderError for an entry that is behind, once what is under way is settled."""
+        """Raise OrderError if this entry is behind, after settling the current pass."""
         self.rows.settle()
         if self.is_behind:
             raise left_behind(op)
@@ -119,12 +118,14 @@ class LayerCache:
         return result
 
     def trim(self, n: int) -> int:
-        """Forget the last ``n`` tokens; returns how many went. NotSupportedError where it cannot be done."""
+        """Remove the last ``n`` tokens; returns the number removed. Raises NotSupportedError if
+        impossible.
+        """
         count: int = self._do("trim", int(n))
         return count
 
     def cut(self, length: int) -> None:
-        """Keep the first ``length`` tokens of every row; NotSupportedError where it cannot be done."""
+        """Keep the first ``length`` tokens of every row. Raises NotSupportedError if impossible."""
         self._do("cut", (length,) * len(self.rows.claimed))
 
     def filter(self, batch_indices: Any) -> None:
@@ -133,33 +134,33 @@ class LayerCache:
 
     @waiting
     def extend(self, other: LayerCache) -> None:
-        """Add the rows of ``other``, sharing what is stored."""
+        """Add the rows of ``other``, sharing their stored tokens."""
         rows = other.rows
         other.check_whole("extend")
-        # By identity: an event that held the rows themselves would keep their claims alive.
+        # By identity: an event that refers to the rows would keep their claims alive.
         self.rows.do(self._seen, ("extend", id(rows)), lambda: self.rows.extend(rows))
         self._seen = self.rows.events
 
     def prepare(self, lengths: Any = None, left_padding: Any = None, right_padding: Any = None) -> None:
-        """Announce that rows are padded: the padding is computed, and never stored."""
+        """Announce padding, which the model computes but which is never stored."""
         padded = right_padding is None or max(_integers(right_padding)) > 0
         kept = _integers(lengths) if lengths is not None and padded else None
         self._do("prepare", kept, None if left_padding is None else _integers(left_padding))
 
     def finalize(self) -> None:
-        """The padded prompts are done."""
+        """End the padding of prompts."""
         self._do("finalize")
 
     @waiting
     def extract(self, idx: int) -> Self:
-        """One row as an entry of its own, sharing what is stored."""
+        """One row as an independent entry, sharing the stored tokens."""
         (idx,), rows = _rows("extract", [idx]), self.rows
         self.check_whole("extract")
         return type(self)(rows.derived("extract", (idx,), self.layer, lambda: rows.extract(idx)), self.layer)
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> Self:
-        """The rows of several as one batch; they stay as they are."""
+        """The rows of several entries as one batch; the entries are unchanged."""
         several = [entry.rows for entry in caches if isinstance(entry, LayerCache)]
         if len(several) != len(caches):
             raise InvalidRangeError(
@@ -175,14 +176,14 @@ class LayerCache:
 
 
 class CacheList(OwnCacheList):  # type: ignore[misc]
-    """An entry of several of ours, for layers that have attention beside states, or twice."""
+    """An entry of several entries, for layers with attention and states, or with attention twice."""
 
     state = _STATE
     from_state: Any = classmethod(_not_made)
 
     @property
     def rows(self) -> BatchRows:
-        """Those of all entries of the prompt cache."""
+        """The rows shared by all entries of the prompt cache."""
         rows: BatchRows = self.caches[0].rows
         return rows
 
@@ -190,12 +191,12 @@ class CacheList(OwnCacheList):  # type: ignore[misc]
         return [(entry.state, type(entry).__name__) for entry in self.caches]
 
     def extract(self, idx: int) -> Self:
-        """One row as an entry of its own, sharing what is stored."""
+        """One row as an independent entry, sharing the stored tokens."""
         return type(self)(*(entry.extract(idx) for entry in self.caches))
 
 
 class BatchState:
-    """Stands in the state of a batch; ``save_prompt_cache`` refuses it by name."""
+    """Marks the state of a batch; ``save_prompt_cache`` refuses it, naming this class."""
 
     def __repr__(self) -> str:
         return "a batch of rows, of which one is saved at a time: extract(row) gives its entries"
@@ -208,9 +209,9 @@ def _integers(values: Any) -> tuple[int, ...]:
 
 
 def _rows(op: str, rows: Any) -> tuple[int, ...]:
-    """Numbers of rows, those below 0 from the end. A mask of BOOL is refused, as mlx-lm's own entries do."""
-    found: Any = rows.tolist() if isinstance(rows, mx.array) else list(rows)
-    for row in found:
+    """Row numbers; negative ones count from the end. A BOOL mask is refused, as by mlx-lm's own entries."""
+    numbers: Any = rows.tolist() if isinstance(rows, mx.array) else list(rows)
+    for row in numbers:
         if isinstance(row, bool | np.bool_):
             raise InvalidRangeError(f"{op}: {row!r:.20} for a row; give the numbers of the rows, not a mask")
-    return _integers(found)
+    return _integers(numbers)

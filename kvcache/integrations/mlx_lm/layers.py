@@ -1,7 +1,6 @@
-"""What each layer of an mlx-lm model stores, found by asking the model.
-
-A model says which caches it wants (``make_cache``), and one pass over a single token shows the shapes:
-MLX is lazy, so that the pass builds a graph, is read for its shapes, and is thrown away unevaluated.
+"""What each layer of an mlx-lm model stores, determined from the model. ``make_cache`` returns the caches
+that a model wants, and a pass over one token shows the shapes: since MLX is lazy, the pass only builds a
+graph, which is discarded unevaluated.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from kvcache.cache import NotSupportedError, check_whole
 __all__ = ["Attention", "Layer", "Recurrent", "Several", "entries_in", "flat", "layers_of", "wanted_by"]
 
 mlx_caches: Any = cache
-"""``mlx_lm.models.cache``, which is typed in parts only."""
+"""``mlx_lm.models.cache``, which is only partly typed."""
 OwnKVCache: Any = cache.KVCache
 OwnRotatingKVCache: Any = cache.RotatingKVCache
 OwnChunkedKVCache: Any = cache.ChunkedKVCache
@@ -33,7 +32,7 @@ class Attention:
     """A layer with K and V.
 
     ``window``: a query sees itself and the ``window - 1`` tokens before it; None: all of the past. Shapes
-    that are None become known with the first K and V.
+    that are None are set by the first K and V.
     """
 
     window: int | None = None
@@ -41,26 +40,25 @@ class Attention:
     key_dim: int | None = None
     value_dim: int | None = None
     dtype: Any = None
-    """MLX's dtype of K and V as the model computes them."""
+    """The MLX dtype in which the model computes K and V."""
     max_size: int | None = None
-    """That of mlx-lm's RotatingKVCache, where the model's masks look further back than it; else None."""
+    """The ``max_size`` of mlx-lm's RotatingKVCache if the model's masks look further back; else None."""
     used: bool = True
-    """Whether the model reads and writes the entry that it wants for the layer."""
+    """Whether the model uses the layer's entry at all."""
     keys_only: bool = False
-    """Whether K is stored alone: the values are the first ``value_dim`` numbers of it, which nobody reads."""
+    """Whether only K is stored: V is its first ``value_dim`` numbers, and is not read."""
     assigned: bool = False
-    """Whether the model sets K and V of the entry anew, to what they are or to zeros that nobody reads."""
+    """Whether the model assigns K and V of the entry, to their current value or to unused zeros."""
     chunked: bool = False
-    """Whether a query sees its own chunk of ``window`` positions only, by a mask that the model makes."""
+    """Whether a query sees only its own chunk of ``window`` positions, through a mask made by the model."""
     keep: int = 0
-    """How many of the first tokens are among the ``window`` that a query sees, and stay for good."""
+    """The number of first tokens that are part of the ``window`` and never evicted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How a state grows along ``axis`` with a row's tokens: by one number ``every`` so many of them.
-
-    ``rest``: it has the tokens that do not make up ``every`` as yet, and starts anew with each that does.
+    """The growth of a state along ``axis``: by one for ``every`` tokens of a row. ``rest``: the state holds
+    the tokens since the last multiple of ``every``, and is emptied at each multiple.
     """
 
     axis: int
@@ -68,26 +66,26 @@ class Growth:
     rest: bool = False
 
     def size(self, full: int, tokens: int) -> int:
-        """The state's size along ``axis`` after so many tokens, ``full`` at most."""
+        """The state's size along ``axis`` after ``tokens`` tokens, at most ``full``."""
         return tokens % self.every if self.rest else min(full, tokens // self.every)
 
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
-    """A layer with states of fixed size, as many as there are ``shapes``: those of one row."""
+    """A layer with states of fixed size; ``shapes`` has one shape per state, for one row."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[Any, ...]
     masked: bool = True
-    """Whether the model asks which columns of a pass are tokens, and which padding."""
+    """Whether the model uses the mask that separates tokens from padding."""
     reads_first: bool = False
-    """Whether the model reads the states before it says of how many tokens a pass is."""
+    """Whether the model reads the states before it gives the number of tokens of a pass."""
     growing: tuple[Growth | None, ...] = ()
-    """How each state grows until it has its size; None: it has it from the start."""
+    """How each state grows to its full size; None: it has full size from the start."""
     names: tuple[str, ...] = ()
-    """What the model calls the states of its entry; (): it numbers them."""
+    """The model's names for the states of its entry; (): they are numbered."""
     capacity: int | None = None
-    """For how many tokens of a row there is room in states that grow; None: for any number."""
+    """The most tokens of a row that growing states have room for; None: any number."""
 
 
 Layer = Attention | Recurrent
@@ -101,13 +99,13 @@ class Several:
 
 
 def flat(entries: Iterable[Layer | Several]) -> list[Layer]:
-    """What all entries store, one after another."""
+    """The layers of all entries, flattened."""
     several = (entry.layers if isinstance(entry, Several) else (entry,) for entry in entries)
     return [layer for layers in several for layer in layers]
 
 
 def entries_in(prompt_cache: Iterable[Any]) -> list[Any]:
-    """The entries of a prompt cache of ours or of mlx-lm's, those inside others in their place."""
+    """The entries of a prompt cache (ours or mlx-lm's), with nested entries flattened."""
     inner = (entry.caches if isinstance(entry, OwnCacheList) else (entry,) for entry in prompt_cache)
     return [entry for entries in inner for entry in entries]
 
@@ -115,18 +113,18 @@ def entries_in(prompt_cache: Iterable[Any]) -> list[Any]:
 def layers_of(model: Any, max_kv_size: int | None = None, capacity: int = 4096) -> list[Layer | Several]:
     """The layers of ``model``, in the order of its prompt cache.
 
-    ``max_kv_size`` as mlx-lm's ``make_prompt_cache`` takes it: layers see the first 4 tokens, which stay for
-    good, and the last ``max_kv_size - 4``. ``capacity`` is for how many tokens there is room
-    in states that grow with the text.
+    ``max_kv_size`` as in mlx-lm's ``make_prompt_cache``: layers see the first 4 tokens, which are never
+    evicted, and the last ``max_kv_size - 4``. ``capacity`` is the most tokens that growing states have room
+    for.
 
-    Raises NotSupportedError for a layer that needs a kind of cache that there is none of here, and for a
-    model that goes about its prompt cache in a way that ours cannot follow.
+    Raises NotSupportedError for a layer with an unsupported kind of cache, and for a model that uses its
+    prompt cache in an unsupported way.
     """
     for part in model.modules() if hasattr(model, "modules") else ():
         if getattr(part, "pipeline_size", 1) > 1:
             raise NotSupportedError(
-                f"make_prompt_cache: a pipeline over {part.pipeline_size} processes, whose model writes into "
-                "its last entry what it waits for; use mlx-lm's own cache"
+                f"make_prompt_cache: a pipeline over {part.pipeline_size} processes, whose model stores "
+                "communication in its last entry; use mlx-lm's own cache"
             )
     wanted = wanted_by(model, max_kv_size)
     for i, entry in enumerate(wanted):
@@ -138,11 +136,11 @@ def layers_of(model: Any, max_kv_size: int | None = None, capacity: int = 4096) 
         model(mx.zeros((1, _MORE), mx.int32), cache=wanted)
     if any(is_compressed(entry) for entry in wanted):
         return [*compressed_layers(model, wanted, capacity)]
-    found: list[Layer | Several] = []
+    wanted_layers: list[Layer | Several] = []
     for i, entry in enumerate(wanted):
         layers = [_layer(i, inner, calls, first[id(inner)]) for inner in entries_in([entry])]
-        found.append(Several(tuple(layers)) if type(entry) is mlx_caches.CacheList else layers[0])
-    return found
+        wanted_layers.append(Several(tuple(layers)) if type(entry) is mlx_caches.CacheList else layers[0])
+    return wanted_layers
 
 
 KEEP = 4
@@ -150,22 +148,23 @@ KEEP = 4
 
 
 def wanted_by(model: Any, max_kv_size: int | None = None) -> list[Any]:
-    """An empty prompt cache of mlx-lm's."""
-    make = getattr(type(model), "make_cache", None)  # not the instance's: it may be ours already
+    """The empty prompt cache that mlx-lm makes for the model."""
+    make = getattr(type(model), "make_cache", None)  # not the instance's, which may already be ours
     if max_kv_size is None:
         return list(make(model)) if make is not None else [mlx_caches.KVCache() for _ in model.layers]
     check_whole("make_prompt_cache", "max_kv_size", max_kv_size, least=KEEP + 1)
     if make is not None:
         raise NotSupportedError(
-            f"make_prompt_cache: max_kv_size={max_kv_size}; this model says itself what its layers keep "
-            "(make_cache), and mlx-lm does not use max_kv_size for such a model. Leave it out, and limit "
-            "memory by capacity="
+            f"make_prompt_cache: max_kv_size={max_kv_size}; this model's make_cache decides what its layers "
+            "keep, and mlx-lm ignores max_kv_size for such a model. Omit it, and limit memory with capacity="
         )
     return [mlx_caches.RotatingKVCache(max_size=max_kv_size, keep=KEEP) for _ in model.layers]
 
 
 _COMPRESSED = "mlx_lm.models.deepseek_v41"
-"""Whose entries have a class of their own: a window, a latent for each group of tokens, and an open group."""
+"""The module whose entries have their own class: a window, a latent for each group of tokens, and an open
+group.
+"""
 
 
 def is_compressed(entry: Any) -> bool:
@@ -174,11 +173,11 @@ def is_compressed(entry: Any) -> bool:
 
 
 def compressed_layers(model: Any, wanted: Sequence[Any], capacity: int) -> list[Recurrent]:
-    """The layers of a deepseek_v41 whose empty entries ``wanted`` are."""
+    """The layers of a deepseek_v41 model with the empty entries ``wanted``."""
     parts = [layer.self_attn for layer in model.layers]
     every = [max(1, part.ratio) if part.is_kv_source else 0 for part in parts]
     model(mx.zeros((1, max(every) or 1), mx.int32), cache=wanted)  # MLX is lazy: nothing is computed
-    found = []
+    layers = []
     for entry, one in zip(wanted, every, strict=True):
         grown = {"window": (entry.window_size, Growth(0))}
         if one:
@@ -188,7 +187,7 @@ def compressed_layers(model: Any, wanted: Sequence[Any], capacity: int) -> list[
         shapes = tuple((grown[name][0], state.shape[2]) for name, state in states.items())
         dtypes = tuple(state.dtype for state in states.values())
         growing = tuple(grown[name][1] for name in states)
-        found.append(
+        layers.append(
             Recurrent(
                 shapes,
                 dtypes,
@@ -199,7 +198,7 @@ def compressed_layers(model: Any, wanted: Sequence[Any], capacity: int) -> list[
                 capacity=max(capacity, one) if one else None,
             )
         )
-    return found
+    return layers
 
 
 def _check_kind(i: int, entry: Any) -> None:
@@ -221,13 +220,13 @@ def _check_kind(i: int, entry: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What a model asked of one of its entries, by the method's name."""
+    """A call that a model made to one of its entries; ``name`` is the method's."""
 
     entry: Any
     name: str
     window: int | None = None
-    told: str = ""
-    """Of K and V that are set: what to; of those put: whether they are one array."""
+    value: str = ""
+    """For assigned K and V: their new value; for K and V that are put: whether they are one array."""
 
 
 _DONE = "done"
@@ -268,11 +267,11 @@ def _noting(calls: list[_Call], kind: Any, name: str) -> Callable[..., Any]:
 
 
 def _noting_writes(calls: list[_Call], kind: Any) -> Callable[..., None]:
-    """Notes K and V that the model sets by itself, when no method of the entry is at work."""
+    """Records assignments of K and V by the model, outside of the entry's own methods."""
 
     def set_attribute(entry: Any, name: str, value: Any) -> None:
         if name in ("keys", "values") and (not calls or calls[-1].name == _DONE):
-            calls.append(_Call(entry, name, told=_told(getattr(entry, name), value)))
+            calls.append(_Call(entry, name, value=_told(getattr(entry, name), value)))
             calls.append(_Call(entry, _DONE))
         kind.__setattr__(entry, name, value)
 
@@ -280,18 +279,20 @@ def _noting_writes(calls: list[_Call], kind: Any) -> Callable[..., None]:
 
 
 def _numbered(like: Any) -> Any:
-    """Computed numbers, none of them 0, in the place of what the model would compute."""
-    found = mx.broadcast_to(mx.arange(1, like.shape[-1] + 1).astype(like.dtype), like.shape)
-    mx.eval(found)
-    return found
+    """Nonzero numbers that replace the model's own K or V."""
+    numbers = mx.broadcast_to(mx.arange(1, like.shape[-1] + 1).astype(like.dtype), like.shape)
+    mx.eval(numbers)
+    return numbers
 
 
 _FEW = 8
-"""Operations of a graph that is computed to see what the model sets: not those of the model."""
+"""The most operations of a graph evaluated to inspect an assigned value; the model's own graphs are
+larger.
+"""
 
 
 def _told(old: Any, new: Any) -> str:
-    """What K or V is set to, which were ``old``."""
+    """The new value of K or V, whose previous value was ``old``."""
     if old is None or new is None or old.shape != new.shape:
         return _OTHER
     graph = io.StringIO()
@@ -302,11 +303,11 @@ def _told(old: Any, new: Any) -> str:
 
 
 _MORE = 8
-"""Tokens of a second pass, for states that grow: few, for a model may go through them one by one."""
+"""Tokens of a second pass, for growing states; few, since a model may process them one by one."""
 
 
 def _shapes(entry: Any) -> list[tuple[int, ...]]:
-    """Those of one row's states; none of an entry without states."""
+    """The shapes of one row's states; empty for an entry without states."""
     states = entry.cache if type(entry) is mlx_caches.ArraysCache else ()
     return [() if state is None else tuple(state.shape[1:]) for state in states]
 
@@ -326,7 +327,7 @@ def _layer(i: int, entry: Any, calls: Sequence[_Call], first: Sequence[tuple[int
 def _attention(
     i: int, entry: Any, calls: Sequence[_Call], window: int | None, max_size: int | None = None
 ) -> Attention:
-    own = {(call.name, call.told) for call in calls if call.entry is entry}
+    own = {(call.name, call.value) for call in calls if call.entry is entry}
     keep = getattr(entry, "keep", 0)
     if entry.keys is None:
         return Attention(window, max_size=max_size, used=False, keep=keep)

@@ -1,8 +1,6 @@
-"""Threads on one pool wait for each other: for a whole pass, or for what is done between passes.
-
-A pass is one call of the model that the pool was made for. What it gives is lazy, and computed outside of the
-lock: the pool's own work runs on a stream that any thread may use, and what it has from the model's stream
-has been handed over to MLX when the call ends.
+"""Threads that use one pool wait for each other: for a whole pass, or for a call between passes. A pass is
+one call of the pool's model. Its lazy result is computed outside of the lock: the pool's own work runs on a
+stream that any thread may use, and its inputs from the model's stream are scheduled when the call ends.
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ R = TypeVar("R")
 
 
 class PoolLock:
-    """Held by one thread, as often as it asks for it; ``cache`` goes on in the thread that holds it."""
+    """A reentrant lock; ``cache`` may be used by the thread that holds it."""
 
     def __init__(self, cache: Any) -> None:
         self.inner = RLock()
-        self._told = Condition(self.inner)
+        self._freed = Condition(self.inner)
         self._cache, self._thread = cache, get_ident()
 
     def __enter__(self) -> None:
@@ -34,13 +32,13 @@ class PoolLock:
         self.inner.release()
 
     def wait(self, timeout: float) -> None:
-        """Leave it to others until one of them calls ``tell``, for so many seconds at most."""
-        self._told.wait(timeout)
+        """Release the lock until another thread calls ``tell``, for at most ``seconds``."""
+        self._freed.wait(timeout)
         self._go_on_here()
 
     def tell(self) -> None:
-        """End the waiting of all who ``wait``, once the lock is free."""
-        self._told.notify_all()
+        """Wake all threads in ``wait``, once the lock is free."""
+        self._freed.notify_all()
 
     def _go_on_here(self) -> None:
         if self._thread != get_ident():
@@ -49,7 +47,7 @@ class PoolLock:
 
 
 def waiting(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """A method of an entry that waits until no other thread uses its pool."""
+    """A decorator for methods of entries: the call holds the pool's lock."""
 
     @functools.wraps(method)
     def call(entry: Any, /, *arguments: P.args, **named: P.kwargs) -> R:

@@ -1,14 +1,15 @@
 """Prompt caches of a pool in mlx-lm's loops: generation, its ``LRUPromptCache``, and speculative decoding.
 
-What can never fit into a pool is refused before anything is computed, and an answer ends where the room ends.
+A prompt that can never fit into its pool is refused before anything is computed, and an answer ends when the
+pool is full.
 
-``LRUPromptCache`` copies what it keeps and trims the copies. A copy that would need a sequence where there is
-none, or that cannot be trimmed so far back, is a miss, as it is where mlx-lm's own caches cannot be trimmed.
+``LRUPromptCache`` copies its entries and trims the copies. If no sequence is free for a copy, or if it cannot
+be trimmed that far, the lookup is a miss, as with mlx-lm's own caches that cannot be trimmed.
 
-Speculative decoding asks once, before it starts, whether drafts of the model can be taken back. A sliding
-layer without ``rollback`` says yes as long as nothing has left its window, and silently keeps rejected drafts
-later on. That is refused here, and a ``rollback`` of a draft model that is less than its drafts. If a round
-fails, both prompt caches go back to where it began, and the error is the one that was raised.
+Speculative decoding checks only once, before it starts, whether drafts can be trimmed. A sliding layer
+without ``rollback`` is trimmable until its window is full; later it would silently keep rejected drafts. This
+is refused here, and so is a ``rollback`` of a draft model smaller than its drafts. If a round fails, both
+prompt caches return to its beginning, and the error propagates.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from kvcache.integrations.mlx_lm.sequences import SequencePool, SequencesTakenEr
 __all__ = ["check_loops", "incoming", "is_serving", "keep_prompt_caches", "rows_of"]
 
 incoming = threading.local()
-"""Of the thread in which a server generates. ``queue``: where it answers the request that it took last."""
+"""Set in the thread in which a server generates. ``queue``: the answer queue of its last request."""
 
 
 def is_serving() -> bool:
@@ -40,14 +41,14 @@ def is_serving() -> bool:
 
 
 def rows_of(prompt_cache: Sequence[Any] | None) -> list[BatchRows]:
-    """Of the entries of a prompt cache of ours; of anything else none."""
-    found = [getattr(entry, "rows", None) for entry in prompt_cache or ()]
-    return [rows for rows in found if isinstance(rows, BatchRows)]
+    """The rows of our entries in a prompt cache; empty for anything else."""
+    entry_rows = [getattr(entry, "rows", None) for entry in prompt_cache or ()]
+    return [rows for rows in entry_rows if isinstance(rows, BatchRows)]
 
 
 @functools.cache
 def keep_prompt_caches() -> None:
-    """Put this module around ``LRUPromptCache``, once."""
+    """Wrap ``LRUPromptCache``, once."""
     for name, around in (("insert_cache", _insert_cache), ("fetch_nearest_cache", _fetch_nearest_cache)):
         setattr(LRUPromptCache, name, functools.partialmethod(around, getattr(LRUPromptCache, name)))
 
@@ -60,14 +61,14 @@ def _insert_cache(
     prompt_cache: Any,
     **more: Any,
 ) -> None:
-    found = rows_of(prompt_cache)
-    for rows in found:
+    own_rows = rows_of(prompt_cache)
+    for rows in own_rows:
         rows.kept = True
         rows.pool.keepers.add(lru)
-    if found and is_serving():
-        # The server is done with the list, and has names for it that live on and would hold the sequence.
-        prompt_cache, given = list(prompt_cache), prompt_cache
-        given.clear()
+    if own_rows and is_serving():
+        # The server no longer uses the list, but has live references that would hold the sequence.
+        prompt_cache, original_cache = list(prompt_cache), prompt_cache
+        original_cache.clear()
     if prompt_cache:
         original(lru, model, tokens, prompt_cache, **more)
 
@@ -75,13 +76,13 @@ def _insert_cache(
 def _fetch_nearest_cache(lru: LRUPromptCache, original: Callable[..., Any], model: Any, tokens: Any) -> Any:
     try:
         return original(lru, model, tokens)
-    except (SequencesTakenError, NotSupportedError):  # a copy of the beginning of a longer one
+    except (SequencesTakenError, NotSupportedError):  # a copy of a longer conversation's beginning
         return None, tokens
 
 
 @functools.cache
 def check_loops() -> None:
-    """Put this module before the generators of mlx-lm, once."""
+    """Wrap the generators of mlx-lm, once."""
     loops: Any = importlib.import_module("mlx_lm.generate")  # the package has a function of this name
     for name, around in (("generate_step", _generate_step), ("speculative_generate_step", _speculative)):
         original = getattr(loops, name)
@@ -98,17 +99,17 @@ def _given(original: Callable[..., Any], *arguments: Any, **options: Any) -> ins
     return bound
 
 
-# What can never fit is refused before the first pass, and an answer ends where the room ends.
+# Prompts that can never fit are refused before the first pass; answers end when the pool is full.
 
 
 def _generate_step(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     bound = _given(original, *arguments, **options)
-    given, prompt_cache = bound.arguments, bound.arguments["prompt_cache"]
-    embedded = given["input_embeddings"]
-    tokens = given["prompt"].size if embedded is None else len(embedded)
-    if not given["kv_bits"]:  # which takes layers out of the pool
-        given["max_tokens"] = _fitting(
-            "generate_step", given["model"], prompt_cache, tokens, given["max_tokens"]
+    bound_arguments, prompt_cache = bound.arguments, bound.arguments["prompt_cache"]
+    embedded = bound_arguments["input_embeddings"]
+    tokens = bound_arguments["prompt"].size if embedded is None else len(embedded)
+    if not bound_arguments["kv_bits"]:  # kv_bits removes layers from the pool
+        bound_arguments["max_tokens"] = _fitting(
+            "generate_step", bound_arguments["model"], prompt_cache, tokens, bound_arguments["max_tokens"]
         )
     return original(*bound.args, **bound.kwargs)
 
@@ -125,7 +126,9 @@ def _insert_segments(
 
 
 def _fitting(op: str, model: Any, prompt_cache: Any, tokens: int, more: int) -> int:
-    """How many of ``more`` tokens fit behind a prompt, in the pool that the prompt cache is or will be of."""
+    """The number of ``more`` tokens that fit after a prompt, in the pool of its current or future prompt
+    cache.
+    """
     pool = getattr(getattr(model, "make_cache", None), "__self__", None)
     sequences = None if prompt_cache else getattr(pool, "sequences", None)
     for rows in rows_of(prompt_cache)[:1]:
@@ -137,34 +140,33 @@ def _fitting(op: str, model: Any, prompt_cache: Any, tokens: int, more: int) -> 
 
 
 class _Rounds:
-    """Of one generator of ``speculative_generate_step``: where its prompt caches are between two rounds.
-
-    It takes rejected drafts back in the end too, by the counts of the round before where one is interrupted.
+    """The lengths of the prompt caches between two rounds of a ``speculative_generate_step`` generator.
+    Rejected drafts are also removed at the end; if a round is interrupted, by the counts of the previous one.
     """
 
     def __init__(self, several: Sequence[Sequence[Any]], tokens: int) -> None:
-        self.rows = [found[0] for prompt_cache in several if (found := rows_of(prompt_cache))]
+        self.rows = [several_rows[0] for prompt_cache in several if (several_rows := rows_of(prompt_cache))]
         self.several = [prompt_cache for prompt_cache in several if rows_of(prompt_cache)]
         self.lengths = [rows.lengths[0] + tokens for rows in self.rows]
-        """The tokens of each before the round that is under way."""
+        """The tokens of each prompt cache before the current round."""
         self.handled: BaseException | None = None
-        """What the caller is handling while it waits for a token."""
+        """The exception that the caller is handling while it waits for a token."""
         self.working = False
 
     @property
     def fails(self) -> bool:
-        """Whether an error is on its way out of a round."""
+        """Whether an error is propagating out of a round."""
         return self.working and sys.exception() is not self.handled
 
     def steps(self, tokens: Generator[Any, None, None]) -> Generator[Any, None, None]:
-        """The tokens of the loop; after an error the prompt caches are as they were before its round."""
+        """The tokens of the loop; after an error, the prompt caches are as before that round."""
         for rows in self.rows:
             rows.rounds = self
         try:
             while True:
                 self.handled, self.working = sys.exception(), True
                 try:
-                    found = next(tokens)
+                    token = next(tokens)
                 except StopIteration:
                     return
                 except BaseException:
@@ -172,7 +174,7 @@ class _Rounds:
                     self._go_back()
                     raise
                 self.working = False
-                yield found
+                yield token
         finally:
             self.working = False
             tokens.close()
@@ -191,32 +193,36 @@ def _trim_after_a_round(original: Callable[..., Any], prompt_cache: Any, count: 
         return original(prompt_cache, count)
     if rounds.fails:
         return 0
-    found = original(prompt_cache, count)
+    trimmed = original(prompt_cache, count)
     rounds.lengths = [rows.lengths[0] for rows in rounds.rows]
-    return found
+    return trimmed
 
 
 def _speculative(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     bound = _given(original, *arguments, **options)
-    given = bound.arguments
-    model, prompt_cache, drafts = given["model"], given["prompt_cache"], given["num_draft_tokens"]
+    bound_arguments = bound.arguments
+    model, prompt_cache, drafts = (
+        bound_arguments["model"],
+        bound_arguments["prompt_cache"],
+        bound_arguments["num_draft_tokens"],
+    )
     if prompt_cache is None:
-        own, drafted = make_prompt_cache(model), make_prompt_cache(given["draft_model"])
+        own, drafted = make_prompt_cache(model), make_prompt_cache(bound_arguments["draft_model"])
     else:
         _check_both(prompt_cache)
         own, drafted = prompt_cache[: len(model.layers)], prompt_cache[len(model.layers) :]
     _check_rollback(own, 1, drafts)
     _check_rollback(drafted, max(1, drafts - 1), drafts)
-    tokens, most = given["prompt"].size, given["max_tokens"]
-    for whose, of_one in (model, own), (given["draft_model"], drafted):
+    tokens, most = bound_arguments["prompt"].size, bound_arguments["max_tokens"]
+    for whose, of_one in (model, own), (bound_arguments["draft_model"], drafted):
         most = _fitting("speculative_generate_step", whose, of_one, tokens, most)
-    given["prompt_cache"], given["max_tokens"] = [*own, *drafted], most
+    bound_arguments["prompt_cache"], bound_arguments["max_tokens"] = [*own, *drafted], most
     return _Rounds((own, drafted), tokens - 1).steps(original(*bound.args, **bound.kwargs))
 
 
 def _check_both(prompt_cache: Any) -> None:
-    found = rows_of(prompt_cache)
-    if found and len(prompt_cache) <= len(found[0].pool.storage.entries):
+    rows = rows_of(prompt_cache)
+    if rows and len(prompt_cache) <= len(rows[0].pool.storage.entries):
         raise InvalidRangeError(
             f"speculative_generate_step: prompt_cache has {len(prompt_cache)} entries, those of the model "
             "alone; pass make_prompt_cache(model) + make_prompt_cache(draft_model)"

@@ -1,7 +1,5 @@
-"""What the queries of a pass see of the K and V that an entry gives.
-
-Those of one row are given as they lie, with a mask over its cells; those of several rows in the order of
-positions, where each query sees a range of columns.
+"""Masks over the K and V that an entry returns. One row is returned in the order of its cells, with a mask;
+several rows are returned in the order of positions, where each query sees a range of columns.
 """
 
 from __future__ import annotations
@@ -20,22 +18,21 @@ __all__ = ["read_positions", "seen_beside_kept", "visible_columns", "visible_mas
 
 
 class CellCache(Protocol):
-    """A cache with cells that tells of its pass, and how far back its queries see."""
+    """A cache with cells that exposes its current pass and how far back its queries see."""
 
     def lower_bound(self) -> LowerBound | None:
-        """The lowest position that queries see, by their own position; None: from 0."""
+        """The lowest visible position as a function of the query's position; None: 0."""
 
     def pass_under_way(self) -> ForwardPass | None:
-        """The pass that the last ``start_forward`` began; None where it is over."""
+        """The pass begun by the last ``start_forward``; None if it has ended."""
 
 
 def visible_columns(
     cache: CellCache, reading: DenseBatch, positions: np.ndarray, window: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """For queries at ``positions`` (sequences, tokens) the half-open range of columns that each sees.
-
-    The cache's own window or chunk holds; ``window`` narrows it to that many tokens before the query.
-    Raises NotSupportedError where ``keep`` of a window makes it two ranges.
+    """The half-open range of columns that each query at ``positions`` (sequences, tokens) sees. The cache's
+    own window or chunk applies; ``window`` limits it to that many tokens before the query. Raises
+    NotSupportedError if ``keep`` makes it two ranges.
     """
     lower = _narrowed(cache.lower_bound(), window)
     stop = np.empty_like(positions)
@@ -48,17 +45,16 @@ def visible_columns(
             first[i][first[i] <= kept_entries(row, lower)] = 0
     if lower is not None and lower.keep and first.any():
         raise NotSupportedError(
-            f"make_mask: a query sees its window and the first {lower.keep} tokens, which is no range of "
-            "columns; use attend or get, or a cache without keep"
+            f"make_mask: a query sees its window and the first {lower.keep} tokens, which is not one range "
+            "of columns; use attend or get, or a cache without keep"
         )
     return first, stop
 
 
 def visible_mask(cache: CellCache, ctx: ml.Context, window: int | None = None) -> Mask | np.ndarray:
-    """What the tokens of the pass under way see of the rows of ``get``; it may be asked before ``put``.
-
-    None where all see all, ``ml.CAUSAL`` where that says it, else BOOL (tokens, history) on the host.
-    ``window`` narrows what is seen to that many tokens before each query.
+    """The mask of the current pass over the rows of ``get``; available before ``put``. None if everything is
+    visible, ``ml.CAUSAL`` if equivalent, else BOOL (tokens, history) on the host. ``window`` limits it to
+    that many tokens before each query.
     """
     forward, reading = _shared("visible_mask", cache, ctx)
     lower, lifted = _narrowed(forward.reading.lower, window), forward.reading.lifted
@@ -70,19 +66,20 @@ def visible_mask(cache: CellCache, ctx: ml.Context, window: int | None = None) -
 
 
 def read_positions(cache: CellCache, ctx: ml.Context) -> np.ndarray:
-    """The positions (history,) of the rows that ``get`` gives in the pass under way, of one sequence.
-
-    -1 for cells that are not its own. It may be asked before ``put``. Raises OrderError without a pass.
+    """The positions (history,) of the rows that ``get`` returns in the current pass, for one sequence; -1 for
+    other sequences' cells. Available before ``put``. Raises OrderError without a pass.
     """
     _, reading = _shared("read_positions", cache, ctx)
-    found = np.full(reading.length, -1)
+    positions = np.full(reading.length, -1)
     for row, columns in zip(reading.rows, reading.columns, strict=True):
-        found[np.arange(columns, columns + len(row)) if isinstance(columns, int) else columns] = row.positions
-    return found
+        positions[np.arange(columns, columns + len(row)) if isinstance(columns, int) else columns] = (
+            row.positions
+        )
+    return positions
 
 
 def _shared(op: str, cache: CellCache, ctx: ml.Context) -> tuple[ForwardPass, History]:
-    """The pass under way, and what ``get`` reads in it."""
+    """The current pass, and what ``get`` reads in it."""
     forward = cache.pass_under_way()
     if forward is None:
         raise OrderError(f"{op}: there is no current pass; call start_forward first")
@@ -102,15 +99,15 @@ def _narrowed(lower: LowerBound | None, window: int | None) -> LowerBound | None
 def seen_beside_kept(
     read: np.ndarray, queries: np.ndarray, before: int, max_size: int, keep: int
 ) -> np.ndarray:
-    """BOOL (queries, read): which of the positions ``read`` (-1: no token) queries at ``queries`` see.
+    """BOOL (queries, read): which of the positions ``read`` (-1: no token) queries at ``queries`` see. The
+    first tokens stay visible as in mlx-lm's RotatingKVCache(max_size, keep). ``before`` is the number of
+    tokens before the pass. The positions may be in any order, and include more than mlx-lm's cache stores.
 
-    First tokens stay as with mlx-lm's RotatingKVCache(max_size, keep). ``before`` is how many tokens there
-    were before the pass. The positions may come in any order, with more among them than mlx-lm's cache has.
-
-    A pass of several tokens there reads the first ``keep`` tokens, the last ``max_size - 1 - keep`` before
-    it and its own, in this order, and a query sees the last ``max_size`` of these columns up to itself. So
-    later queries of a pass do not see the first tokens, which the next pass sees again; the last token of a
-    prompt, which ``generate`` feeds alone, sees them. ``max_size`` 7, ``keep`` 2, the tokens at 20 to 23::
+    In mlx-lm, a pass of several tokens reads the first ``keep`` tokens, the last ``max_size - 1 - keep``
+    before it and its own, in this order, and a query sees the last ``max_size`` of these columns up to
+    itself. So later queries of a pass do not see the first tokens, but the next pass does; the last token of
+    a prompt, which ``generate`` evaluates separately, sees them. ``max_size`` 7, ``keep`` 2, the tokens at 20
+    to 23::
 
         column    0  1  2  3  4  5  6  7  8  9
         position  0  1 16 17 18 19 20 21 22 23

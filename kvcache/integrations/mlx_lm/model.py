@@ -1,4 +1,4 @@
-"""A model of mlx-lm that the engine drives: ``Engine(MLXModel(model))``."""
+"""A model of mlx-lm for the engine: ``Engine(MLXModel(model))``."""
 
 from __future__ import annotations
 
@@ -47,15 +47,14 @@ class MLXModel(DrivenModel):
         with Engine(MLXModel(model, config)) as engine:
             answers = engine.complete([[1, 2, 3], [1, 2, 4]])
 
-    ``config`` is what config.json and generation_config.json say of ends of texts and of positions, which
-    mlx-lm's models keep in part; without it, nothing but ``GenerationOptions`` ends an answer. ``backend`` is
-    one of MLX that is open (None: a new one).
+    ``config`` has the end-of-text ids and position limits of config.json and generation_config.json, of which
+    mlx-lm's models keep only a part; without it, only ``GenerationOptions`` ends an answer. ``backend`` is an
+    open MLX backend (None: a new one).
 
-    Where it is made, the model computes a few tokens, of two sequences in several passes, and once more with
-    mlx-lm's own prompt cache in one; where the logits differ in every ``layout``, it is refused:
-    NotSupportedError. The model still works by itself and with other prompt caches. Its weights and adapters
-    may change while no request is running: what they compute is found by requests for the same adapters
-    alone, as in MLXPrefixCache.
+    The constructor computes a few tokens of two sequences in several passes, and once more with mlx-lm's own
+    prompt cache in one pass. If the logits differ in every ``layout``, it raises NotSupportedError. The model
+    still works on its own and with other prompt caches. Its weights and adapters may change while no request
+    is running: cached tokens are reused only by requests with the same adapters, as in MLXPrefixCache.
     """
 
     parts_outputs = True
@@ -74,7 +73,7 @@ class MLXModel(DrivenModel):
                 f"MLXModel: {name} gives other tokens where a prompt is evaluated in other parts"
             )
         asked = layers_of(model)
-        mx.eval(model.parameters())  # now, and not by whichever thread asks first
+        mx.eval(model.parameters())  # now, not in the thread of the first request
         self._adapters = Adapters(model)
         self.model, self._config = model, dict(config or {})
         self._folder: LoadedFolder | None = None
@@ -104,16 +103,16 @@ class MLXModel(DrivenModel):
         return f"<MLXModel: {type(self.model).__module__}, one call of it has {self.layout.value}>"
 
     def make_cache(self) -> Any:
-        """A cache for the model's layers, still to be bound by ``init``."""
+        """A cache for the model's layers, not yet bound by ``init``."""
         return self._storage().cache
 
     def _storage(self, cache: Any = None) -> Storage:
-        """What the layers store in a cache that ``make_cache`` made; None: in a new one."""
+        """The storage of the layers in a cache made by ``make_cache``; None: in a new cache."""
         ctx = self.backend.new_context()
         return Storage(self._layers, ctx, LOOKBACK, 24, 256, self._one_length, cache)
 
     def variant(self) -> Part:
-        """What computes beside the weights that it was given with: adapters, and later changes of these."""
+        """Identifies adapters and changes of the weights since construction."""
         return self._adapters.variant()
 
     def identity(self) -> dict[str, str]:
@@ -130,8 +129,8 @@ class MLXModel(DrivenModel):
         total = hashlib.sha256()
         args = {**self._args, "text_config": _named(self._args.get("text_config"))}
         total.update(json.dumps(args, sort_keys=True, default=str).encode())
-        found: Any = tree_flatten(self.model.parameters())
-        for name, array in sorted(found, key=lambda named: str(named[0])):
+        named_arrays: Any = tree_flatten(self.model.parameters())
+        for name, array in sorted(named_arrays, key=lambda named: str(named[0])):
             total.update(f"{name} {array.dtype} {array.shape}".encode())
             if array.size:
                 total.update(np.array(array.reshape(-1).view(mx.uint8)).data)
@@ -145,7 +144,7 @@ class MLXModel(DrivenModel):
         self, ctx: ml.Context, cache: Any, ids: Any, positions: np.ndarray, sequences: np.ndarray,
         outputs: np.ndarray,
     ) -> ml.Tensor:  # fmt: skip
-        """Logits F32 (outputs, vocabulary) of one call of the model, which is a pass of the cache."""
+        """Logits F32 (outputs, vocabulary) of one call of the model, which is one pass of the cache."""
         storage = self._storage_for(cache)
         storage.ctx = ctx
         tokens = ids.native if hasattr(ids, "native") else mx.array(ids.astype(np.int32))
@@ -157,9 +156,9 @@ class MLXModel(DrivenModel):
             starts = np.flatnonzero(np.diff(sequences, prepend=-1))
             rows, pool = len(starts), self._sequences
             pool.current = None
-            held = [pool.lent(int(seq)) for seq in sequences[starts]]
+            lent = [pool.lent(int(seq)) for seq in sequences[starts]]
             entries = prompt_cache_of(
-                storage, BatchRows(pool, held, positions[starts].tolist(), batched=rows > 1)
+                storage, BatchRows(pool, lent, positions[starts].tolist(), batched=rows > 1)
             )
         logits = self.model(tokens.reshape(rows, -1), cache=entries)
         if self.layout is not Layout.PACKED:
@@ -175,10 +174,10 @@ class MLXModel(DrivenModel):
             self._sequences.give_away()
         return self._storage_of_last
 
-    # How it is driven.
+    # Choosing a layout.
 
     def _ways(self) -> Iterator[None]:
-        """Layouts, the fastest first."""
+        """The possible layouts, fastest first."""
         for self.layout in Layout:
             yield
 
@@ -188,7 +187,7 @@ class MLXModel(DrivenModel):
         return np.array(logits[0].astype(mx.float32))
 
     def sizes(self, cache: Any, vocabulary: int) -> Sizes:
-        """Of what the layers store, and what config and model say."""
+        """The sizes from the layers' storage, the config and the model."""
         storage = self._storage_for(cache)
         windows = {
             i: layer.window + LOOKBACK
@@ -201,11 +200,11 @@ class MLXModel(DrivenModel):
             if isinstance(layer, Recurrent)
             for shape, dtype in zip(layer.shapes, layer.dtypes, strict=True)
         )
-        told: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         for config in (self._args, self._config):
-            told |= {**config, **_named(config.get("text_config"))}
-        eos = told.get("eos_token_id")
-        most = positions_in(SimpleNamespace(**told))
+            settings |= {**config, **_named(config.get("text_config"))}
+        eos = settings.get("eos_token_id")
+        most = positions_in(SimpleNamespace(**settings))
         return Sizes(
             vocab_size=vocabulary,
             max_positions=int(min(most, storage.longest)),
@@ -217,5 +216,5 @@ class MLXModel(DrivenModel):
 
 
 def _named(config: Any) -> dict[str, Any]:
-    """Of a mapping or an object what it says, by name; of None nothing."""
+    """The items of a mapping or the attributes of an object; empty for None."""
     return dict(config) if isinstance(config, Mapping) else {} if config is None else dict(vars(config))

@@ -1,8 +1,7 @@
-"""Entries of a prompt cache where every token of a pass is a row of its own, whatever sequence it is of.
-
-A model of mlx-lm has one offset for each row, and a row of one token asks for no mask. So the tokens of a
-pass over many sequences, of prompts and of answers, are one call of as many rows; attention, which is asked
-of the cache, tells the sequences apart::
+"""Entries of a prompt cache in which every token of a pass is a separate row, whatever its sequence. A model
+of mlx-lm has one offset for each row, and needs no mask for rows of one token. So a pass over the prompts and
+answers of many sequences is one call with a row per token; attention, computed by the cache, separates the
+sequences::
 
     sequence   0  0  0  1  2  2
     offset     7  8  9 41  0  1
@@ -31,14 +30,16 @@ class PackedPass:
     positions: Any
 
     def entry(self, layer: Layer, i: int) -> Any:
-        """That of a layer; NotSupportedError for one that wants the tokens of a sequence as one row."""
+        """The entry of a layer. Raises NotSupportedError for a layer that needs the tokens of a sequence in
+        one row.
+        """
         if not isinstance(layer, Attention) or layer.chunked or layer.keys_only or layer.assigned:
             raise NotSupportedError(f"layer {i} wants the tokens of a sequence as one row")
         return _PackedKVCache(self, i) if layer.window is None else _PackedRotatingKVCache(self, i)
 
 
 class Given:
-    """Stands for K or V of all that the tokens of a pass see. It is good for attention, and nothing else."""
+    """A placeholder for the K or V that the tokens of a pass see; usable only in attention."""
 
     __slots__ = ("_entry",)
 
@@ -46,7 +47,7 @@ class Given:
         self._entry = entry
 
     def attend(self, queries: Any, values: Any, scale: float, mask: Any, sinks: Any) -> Any:
-        """Attention of queries (tokens, heads, 1, dim), in their shape; the caches hide what is not seen."""
+        """Attention of queries (tokens, heads, 1, dim), in that shape; the caches apply the mask."""
         entry = self._entry
         if mask is not None or not isinstance(values, Given) or values._entry is not entry:
             raise NotSupportedError(f"layer {entry.layer} has a mask or values of its own")
@@ -54,12 +55,12 @@ class Given:
         cache, ctx = one.storage.attention_of(entry.layer), one.ctx.layer(entry.layer)
         cache.set_layer(entry.layer)
         logits = None if sinks is None else ctx.from_native(sinks)
-        found = cache.attend(ctx, ctx.from_native(queries[:, :, 0]), scale, logits)
-        return found.native[:, :, None].astype(queries.dtype)
+        attended = cache.attend(ctx, ctx.from_native(queries[:, :, 0]), scale, logits)
+        return attended.native[:, :, None].astype(queries.dtype)
 
 
 class _Packed:
-    """What all entries say alike."""
+    """Shared by all entries."""
 
     def __init__(self, one: PackedPass, layer: int) -> None:
         self.one, self.layer = one, layer
@@ -70,7 +71,7 @@ class _Packed:
         return self.one.positions
 
     def update_and_fetch(self, keys: Any, values: Any) -> tuple[Given, Given]:
-        """Store K and V (tokens, kv_heads, 1, dim); what stands for all that the tokens see."""
+        """Store K and V (tokens, kv_heads, 1, dim); returns placeholders for the visible K and V."""
         one = self.one
         cache, ctx = one.storage.attention_of(self.layer), one.ctx.layer(self.layer)
         cache.set_layer(self.layer)
@@ -78,11 +79,11 @@ class _Packed:
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Given, Given]:
-        """What ``update_and_fetch`` gave in this pass, for layers that share another's."""
+        """The result of ``update_and_fetch`` in this pass, for layers that share another's K and V."""
         return Given(self), Given(self)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:  # noqa: N803
-        """None: a token sees all that its cache shows it, which must be the window that is asked for."""
+        """None: the cache applies the mask, whose window must be the requested one."""
         cache = self.one.storage.attention_of(self.layer)
         own = cache.window + 1 if isinstance(cache, SlidingWindowCache) else None
         if N != 1 or window_size not in (None, own):

@@ -1,7 +1,7 @@
 """One pass of a model over the rows of a prompt cache: which tokens are stored, and where they belong.
 
-mlx-lm feeds a rectangle (rows, tokens). Rows may be padded, at the left or at the right; padding is
-never stored, so that a row's columns ``[begin, begin + count)`` are its tokens::
+mlx-lm feeds a rectangle (rows, tokens), with rows padded on the left or on the right. Padding is never
+stored: a row's tokens are its columns ``[begin, begin + count)``::
 
     left padding 2, 0      right padding 1, 0
     . . a b                a b c .
@@ -26,24 +26,24 @@ __all__ = ["ForwardPass"]
 
 @dataclass(slots=True, eq=False)
 class ForwardPass:
-    """``tokens`` columns over rows that hold ``before`` tokens each; row i adds ``counts[i]`` of them."""
+    """A pass of ``tokens`` columns; row i has ``before[i]`` tokens and adds ``counts[i]``."""
 
     tokens: int
     before: list[int]
     begins: list[int]
     counts: list[int]
     sequences: list[int | None] = field(default_factory=list)
-    """The sequence of each row; None for a row that has none as yet and adds nothing."""
+    """The sequence of each row; None for a row without one that adds nothing."""
     written: bool = False
     undone: bool = False
     by_position: bool = True
-    """Whether the masks that were made for it speak of what is read in the order of positions."""
+    """Whether the columns of the pass's masks are in the order of positions."""
     readings: dict[int, Any] = field(default_factory=dict)
-    """By cache: how several rows are read; made when first asked for."""
+    """By cache, how several rows are read; made on first use."""
     masks: list[tuple[Any, CausalCache, int | None]] = field(default_factory=list)
-    """The masks that were made for it: of which cache, and how many tokens before a query they show."""
+    """The masks made for the pass: mask, cache, and the number of tokens visible before a query."""
     attends: dict[int, bool] = field(default_factory=dict)
-    """By cache: whether its ``attend`` reads less than the arrays of all rows."""
+    """By cache, whether its ``attend`` reads less than the arrays of all rows."""
     _columns: Any = None
 
     @property
@@ -69,7 +69,7 @@ class ForwardPass:
         return batch_of_rows(self.sequences, self.before, self.counts)
 
     def stored(self, x: Any) -> Any:
-        """Of an array (rows, heads, tokens, dim) what is stored, as (batch, heads, dim)."""
+        """The tokens to store from an array (rows, heads, tokens, dim), as (batch, heads, dim)."""
         rows, heads, tokens, dim = x.shape
         if tokens == 1 and self.is_full:
             return x.reshape(rows, heads, dim)
@@ -85,7 +85,7 @@ class ForwardPass:
         return flat[self._columns]
 
     def given_back(self, x: Any) -> Any:
-        """(batch, heads, dim), as ``stored`` gives it, as (rows, heads, tokens, dim): 0 in padding."""
+        """The inverse of ``stored``: (batch, heads, dim) as (rows, heads, tokens, dim), with 0 in padding."""
         heads, dim = x.shape[1:]
         if not self.is_full:
             whole = mx.zeros((self.rows * self.tokens, heads, dim), x.dtype)
@@ -94,7 +94,7 @@ class ForwardPass:
         return mx.transpose(x.reshape(self.rows, self.tokens, heads, dim), (0, 2, 1, 3))
 
     def shows(self, mask: Any, cache: CausalCache) -> bool:
-        """Whether a mask is one that was made for ``cache``, and hides just what it hides itself."""
+        """Whether a mask was made for ``cache``, and hides exactly what the cache hides itself."""
         own = cache.window if isinstance(cache, SlidingWindowCache) else None
         return any(
             (made is mask or (isinstance(mask, str) and made == mask))
@@ -104,14 +104,14 @@ class ForwardPass:
         )
 
     def positions(self) -> np.ndarray:
-        """(rows, tokens): the position of each column; padding takes that of the nearest token."""
+        """(rows, tokens): the position of each column; for padding, that of the nearest token."""
         columns = np.arange(self.tokens)[None, :] - np.array(self.begins)[:, None]
         counts = np.array(self.counts)[:, None]
         nearest = np.where(counts > 0, np.clip(columns, 0, np.maximum(counts - 1, 0)), -1)
         return np.array(self.before)[:, None] + nearest
 
     def valid(self) -> Any:
-        """BOOL (rows, tokens): which columns are tokens; None where all are."""
+        """BOOL (rows, tokens): which columns are tokens; None if all are."""
         if self.is_full:
             return None
         columns = np.arange(self.tokens)[None, :]

@@ -36,24 +36,23 @@ __all__ = ["CachePool", "PoolOptions", "called_by", "entries_of", "layers_tried"
 _DTYPES = {mx.float32: ml.DType.F32, mx.float16: ml.DType.F16, mx.bfloat16: ml.DType.BF16}
 
 PREFILL = 2048
-"""Tokens per row of the largest pass that is expected: mlx-lm's own ``prefill_step_size``."""
+"""The expected tokens per row of the largest pass: mlx-lm's own ``prefill_step_size``."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolOptions:
-    """How a CachePool stores what it is given.
+    """The options of a CachePool.
 
-    Up to ``max_sequences`` rows, copies and finished conversations live at once, of up to ``capacity`` tokens
-    each. ``dtype`` is what K and V are stored in (None: what the model computes), as ``Cache.init`` takes it:
-    ``ml.DType.Q8_0``, "AFFINE8_64" or a pair, say, or a dtype of MLX. ``rollback`` is how many tokens sliding
-    layers keep beyond their windows, so that they can be trimmed.
-    ``checkpoints`` of the states of recurrent layers are kept per sequence, one every
-    ``checkpoint_interval`` tokens, for ``rewind``. ``max_batch`` is the largest number of tokens in a
-    pass, of all rows together (None: 2048 per sequence). ``max_kv_size`` is mlx-lm's, at least 5: a layer
-    keeps the first 4 tokens for good and the last ``max_kv_size - 4``, and no row is too long. A query in a
-    pass of several tokens sees what it sees with mlx-lm's RotatingKVCache, which is not quite that (see
-    ``masks.seen_beside_kept``). ``backend`` is an open one of MLX (None: a new one), ``batch_invariant`` as
-    in ``ml.CacheConfig``.
+    Up to ``max_sequences`` rows, copies and finished conversations exist at once, of up to ``capacity``
+    tokens each. ``dtype`` is the storage format of K and V (None: the model's dtype): an MLX dtype, or any
+    format of ``Cache.init``, such as ``ml.DType.Q8_0``, "AFFINE8_64" or a pair. ``rollback`` is the number of
+    tokens that sliding layers keep beyond their windows, so that they can be trimmed. ``checkpoints`` of the
+    states of recurrent layers are kept per sequence, one every ``checkpoint_interval`` tokens, for
+    ``rewind``. ``max_batch`` is the largest number of tokens in a pass, over all rows (None: 2048 per
+    sequence). ``max_kv_size``, at least 5, is as in mlx-lm: a layer keeps the first 4 tokens permanently and
+    the last ``max_kv_size - 4``, and rows have unlimited length. A query in a pass of several tokens sees
+    what it sees with mlx-lm's RotatingKVCache, which differs slightly (see ``masks.seen_beside_kept``).
+    ``backend`` is an open MLX backend (None: a new one), ``batch_invariant`` as in ``ml.CacheConfig``.
     """
 
     capacity: int = 4096
@@ -69,14 +68,14 @@ class PoolOptions:
 
     @classmethod
     def of(cls, op: str, options: Mapping[str, Any]) -> PoolOptions:
-        """Of what was given by name. InvalidRangeError for a name or a size that makes no sense."""
+        """The options from keywords. Raises InvalidRangeError for an unknown name or an invalid size."""
         check_known(op, options, [field.name for field in fields(cls)])
-        found = cls(**options)
+        checked = cls(**options)
         for name, least in _LEAST.items():
-            size = getattr(found, name)
+            size = getattr(checked, name)
             if size is not None:
                 check_whole(op, name, size, least)
-        return found
+        return checked
 
 
 _LEAST = {
@@ -88,15 +87,15 @@ _LEAST = {
 class CachePool:
     """Preallocated caches for the layers of ``model``, shared by all prompt caches made of it.
 
-    ``model`` is one of mlx-lm's, or the layers themselves. The options are those of ``PoolOptions``.
+    ``model`` is a model of mlx-lm, or a list of layers. The options are those of ``PoolOptions``.
 
-    The ``__call__`` of the model's class is put in a function that holds the pool's lock: threads with a
-    prompt cache each wait for one another, call by call. Other things done to prompt caches wait too. A pool
-    made from a list of layers is for one thread at a time. The function also tells what a model does not tell
-    its entries itself: how many tokens a pass has (Mamba 1), or rows apart (Llama 4).
+    The ``__call__`` of the model's class is wrapped to hold the pool's lock: threads with separate prompt
+    caches wait for one another, call by call, as do all other operations on prompt caches. A pool made from a
+    list of layers supports one thread at a time. The wrapper also passes on what some models do not tell
+    their entries: the number of tokens of a pass (Mamba 1), or which rows differ (Llama 4).
 
-    Raises NotSupportedError for a model with layers that there is no cache for here, and for ``max_kv_size``
-    of a model that says itself what its layers keep, for which mlx-lm does not use it.
+    Raises NotSupportedError for a model with unsupported layers, and for ``max_kv_size`` with a model that
+    has its own ``make_cache``, for which mlx-lm ignores it.
     """
 
     def __init__(self, model: Any, **options: Any) -> None:
@@ -113,11 +112,11 @@ class CachePool:
             )
         if listed and max_kv_size is not None:
             raise InvalidRangeError(
-                f"CachePool: max_kv_size={max_kv_size} of a list of layers, which say it themselves: "
+                f"CachePool: max_kv_size={max_kv_size} with a list of layers; set it in the layers instead: "
                 f"Attention(window={max_kv_size}, keep=4)"
             )
         layers, one_length = list(model) if listed else layers_of(model, max_kv_size, capacity), False
-        if max_kv_size is not None:  # of less, the caches would keep everything, and no more than that
+        if max_kv_size is not None:  # with a smaller capacity, the caches would keep everything and be full
             capacity = max(capacity, max_kv_size + max(rollback, 1))
         self.backend = ml.open_backend("mlx") if backend is None else backend
         self._owns_backend = backend is None
@@ -144,7 +143,7 @@ class CachePool:
 
     @property
     def cache(self) -> Any:
-        """The cache of all layers; what is asked of sequences is asked of it."""
+        """The cache of all layers, for queries about sequences."""
         return self.storage.cache
 
     @property
@@ -154,18 +153,18 @@ class CachePool:
 
     @property
     def free_sequences(self) -> int:
-        """How many of ``max_sequences`` nobody holds."""
+        """The number of unused sequences."""
         with self.lock:
             return self.sequences.free
 
     @property
     def room(self) -> float:
-        """How many tokens all prompt caches may hold together; infinity where only windows are kept."""
+        """The most tokens of all prompt caches together; infinity if only windows are kept."""
         return self.sequences.room
 
     @property
     def lock(self) -> PoolLock:
-        """Held by who uses the pool: enter it to do several things before another thread does anything."""
+        """The pool's lock; hold it to make several calls without interference from other threads."""
         return self.sequences.lock
 
     def make_prompt_cache(self) -> list[Any]:
@@ -178,13 +177,13 @@ class CachePool:
         return prompt_cache_of(self.storage, rows)
 
     def clear(self) -> None:
-        """Let the conversations go that ``LRUPromptCache`` s keep, once no other thread uses the pool."""
+        """Drop the conversations kept by ``LRUPromptCache``, once no other thread uses the pool."""
         with self.lock:
             while self.sequences.relieve():
                 pass
 
     def close(self) -> None:
-        """Drop all tensors; prompt caches of this pool cannot be used any more."""
+        """Drop all tensors; prompt caches of this pool become unusable."""
         with self.lock:
             self.cache.close()
             if self._owns_backend:
@@ -194,9 +193,8 @@ class CachePool:
 def layers_tried(
     model: Any, layers: list[Layer | Several], backend: ml.Backend
 ) -> tuple[list[Layer | Several], bool]:
-    """The layers of ``model``, and whether it takes all rows for ones of one length.
-
-    Of those with states it is tried, on ``backend``, whether the model keeps padding out of them.
+    """The layers of ``model``, and whether it assumes rows of one length. For layers with states, the model
+    is run on ``backend`` to test whether padding affects them.
     """
     if takes_one_length(model):
         return layers, True
@@ -206,7 +204,7 @@ def layers_tried(
 
 
 def called_by(model: Any, storage: Storage) -> None:
-    """Let the calls of ``model`` tell ``storage`` what its layers do not tell, and ask it for attention."""
+    """Make the calls of ``model`` announce their shapes to ``storage``, and use its attention."""
     told_by(type(model))
     storage.calls_told = storage.wants_calls
     storage.asked = attend_by_entries(model)
@@ -218,7 +216,7 @@ def prompt_cache_of(storage: Storage, rows: BatchRows) -> list[Any]:
 
 
 def entries_of(storage: Storage, made: Callable[[Layer, int], Any]) -> list[Any]:
-    """A prompt cache for the model's layers; ``made`` makes the entry of each, by its number."""
+    """A prompt cache for the model's layers; ``made`` creates each entry from its number."""
     each = (made(layer, i) for i, layer in enumerate(storage.layers))
     return [
         CacheList(*itertools.islice(each, len(entry.layers))) if isinstance(entry, Several) else next(each)
@@ -227,7 +225,7 @@ def entries_of(storage: Storage, made: Callable[[Layer, int], Any]) -> list[Any]
 
 
 def _stored_dtype(dtype: Any) -> Any:
-    """With dtypes of MLX by what they are called here."""
+    """The storage format, with MLX dtypes replaced by ours."""
     if isinstance(dtype, tuple):
         return tuple(map(_stored_dtype, dtype))
     return _DTYPES.get(dtype, dtype) if isinstance(dtype, mx.Dtype) else dtype

@@ -40,19 +40,18 @@ class ArraysCache(LayerCache, OwnArraysCache):  # type: ignore[misc]
             self.rows.lengths_for(self._seen)  # says so
         if one is None:
             raise OrderError(
-                f"state: layer {self.layer} is set before any entry was asked for a mask, which gives the "
-                "number of tokens; call the model that the pool was made for, whose calls tell it"
+                f"state: layer {self.layer} is set before any entry made a mask, which gives the number of "
+                "tokens; call the model that the pool was made for, whose calls announce it"
             )
-        if not one.written:  # begun for a mask, when nobody knew how many rows there are
+        if not one.written:  # begun for a mask, before the number of rows was known
             one = self.rows.pass_for(self._seen, one.tokens, rows)
         self._seen = self.rows.events
         return one
 
     @waiting
     def __getitem__(self, idx: int) -> Any:
-        """State ``idx`` of all rows, (rows, *shape); None while nothing is stored.
-
-        IndexError ends a loop over the states, as it does in mlx-lm.
+        """State ``idx`` of all rows, (rows, *shape); None while nothing is stored. Raises IndexError past the
+        last state, which ends a loop over the states, as in mlx-lm.
         """
         count = len(self._spec.shapes)
         if not 0 <= idx < count:
@@ -63,7 +62,7 @@ class ArraysCache(LayerCache, OwnArraysCache):  # type: ignore[misc]
         known, changed = self._set
         is_set = known is one and idx in changed
         if not any(one.before) and not is_set:
-            self._storage.asked_state(self.layer, idx)  # else the cache takes it for left out of the pass
+            self._storage.asked_state(self.layer, idx)  # else the cache treats it as skipped in the pass
             return None
         return self._storage.state(self.layer, idx, one, is_set)
 
@@ -75,26 +74,27 @@ class ArraysCache(LayerCache, OwnArraysCache):  # type: ignore[misc]
         self._set = (one, {idx, *changed} if known is one else {idx})
 
     def _kept(self, idx: int) -> Any:
-        """The state of every row outside of a pass: 0 where a row holds nothing, or less than another."""
+        """The state of every row outside of a pass; 0 for a row without tokens, or with fewer than
+        another.
+        """
         spec = self._spec
-        found = [self._storage.kept_state(self.layer, idx, held.seq) for held in self.rows.claimed]
-        sizes = [state.shape[1:] for state in found if state is not None]
+        states = [self._storage.kept_state(self.layer, idx, claim.seq) for claim in self.rows.claimed]
+        sizes = [state.shape[1:] for state in states if state is not None]
         if not sizes:
             return None
         whole = tuple(map(max, *sizes)) if len(sizes) > 1 else sizes[0]
         none = mx.zeros((1, *whole), spec.dtypes[idx])
-        return mx.concatenate([none if state is None else padded(state, whole) for state in found])
+        return mx.concatenate([none if state is None else padded(state, whole) for state in states])
 
     def advance(self, N: int) -> None:  # noqa: N803
-        """The layer has gone on by ``N`` columns."""
+        """Advance the layer by ``N`` columns."""
         self._advanced = self.rows.live()
 
     @property
     @waiting
     def lengths(self) -> Any:
-        """The tokens of each row from here on, where right padding follows them; else None.
-
-        In a pass, those of the pass: what mlx-lm's says beyond that, its Mamba 2 takes for columns it has.
+        """The remaining tokens of each row if right padding follows them; else None. In a pass, only those of
+        the pass, since mlx-lm's Mamba 2 would treat more as existing columns.
         """
         one, left = self.rows.live(), self.rows.left
         if left is None:
@@ -103,11 +103,11 @@ class ArraysCache(LayerCache, OwnArraysCache):  # type: ignore[misc]
 
     @waiting
     def make_mask(self, N: int) -> Any:  # noqa: N803
-        """BOOL (rows, N): which columns are tokens; None where all are."""
+        """BOOL (rows, N): which columns are tokens; None if all are."""
         return self.rows.pass_for(self._seen, N).valid()
 
     def is_trimmable(self) -> bool:
-        """False, as mlx-lm's: a state is whole. See ``rewind`` for going back to one that was kept."""
+        """False, as in mlx-lm: a state cannot be shortened. ``rewind`` goes back to a kept state."""
         return False
 
     @property
@@ -122,7 +122,7 @@ class ArraysCache(LayerCache, OwnArraysCache):  # type: ignore[misc]
         return [self[i] for i in range(len(self._spec.shapes))]
 
     def saved(self) -> Any:
-        """What mlx-lm's ArraysCache loads: the states, left padding and lengths."""
+        """The state that mlx-lm's ArraysCache loads: the states, left padding and lengths."""
         return self.cache, None, None
 
     @property
@@ -130,16 +130,16 @@ class ArraysCache(LayerCache, OwnArraysCache):  # type: ignore[misc]
         spec, rows = self._spec, self.rows
         states = zip(spec.shapes, spec.dtypes, strict=True)
         one = sum(int(np.prod(shape)) * int(dtype.size) for shape, dtype in states)
-        return one * sum(held.seq is not None for held in rows.claimed)
+        return one * sum(claim.seq is not None for claim in rows.claimed)
 
 
 def _named(name: str) -> Any:
-    """A state by its name; None where the layer has none, or nothing is in it."""
+    """A state by name; None if the layer does not have it, or if it is empty."""
 
     def get(self: CompressedCache) -> Any:
         names = self._spec.names
-        found = self[names.index(name)] if name in names else None
-        return found if found is None or found.shape[1] else None
+        state = self[names.index(name)] if name in names else None
+        return state if state is None or state.shape[1] else None
 
     def put(self: CompressedCache, value: Any) -> None:
         self[self._spec.names.index(name)] = value
@@ -150,7 +150,8 @@ def _named(name: str) -> Any:
 class CompressedCache(ArraysCache):
     """The entry of a layer of DeepSeek-V4.1: a window of latents, those of closed groups, and an open group.
 
-    As ``LayerCache`` of mlx-lm's deepseek_v41, whose name it has in files: a state that is stored whole each.
+    It replaces ``LayerCache`` of mlx-lm's deepseek_v41, whose name it has in files. Each part is stored as
+    one state.
     """
 
     window = _named("window")
@@ -164,18 +165,18 @@ class CompressedCache(ArraysCache):
         return self._spec.shapes[0][0]
 
     def update_window(self, kv: Any) -> Any:
-        """The window (rows, tokens, dim) with ``kv`` behind it; its last ``window_size`` are stored."""
+        """The window (rows, tokens, dim) followed by ``kv``, of which the last ``window_size`` are stored."""
         before = self.window
-        found = kv if before is None else mx.concatenate([before, kv], axis=1)
-        self.window = found[:, -self.window_size :]
-        return found
+        window = kv if before is None else mx.concatenate([before, kv], axis=1)
+        self.window = window[:, -self.window_size :]
+        return window
 
     def saved(self) -> Any:
-        """What mlx-lm's holds of one row: five states, None where there is nothing, and the offset."""
+        """The state of mlx-lm's LayerCache for one row: five states (None if empty), and the offset."""
         if self.rows.batched:
             return (BatchState(),)
         states = self.window, self.compress_kv, self.index_k, self.pending_kv, self.pending_gate
         return *states, mx.array(self.offset)
 
 
-CompressedCache.__name__ = "LayerCache"  # which save_prompt_cache writes
+CompressedCache.__name__ = "LayerCache"  # the name that save_prompt_cache writes

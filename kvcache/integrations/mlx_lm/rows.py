@@ -1,9 +1,8 @@
-"""The rows of one prompt cache, seen by all its layers' entries.
-
-mlx-lm knows no prompt cache, only a list of entries: what it does to one (a pass, ``trim``, ``filter``,
-...) it does to the next, layer by layer. Here the first entry that is asked does it for all, and the
-others follow: ``events`` counts what was done, and each entry counts what it has seen of it. An entry
-that is asked for something else than the others were raises OrderError.
+"""The rows of one prompt cache, shared by all its layers' entries. mlx-lm has no prompt cache object, only a
+list of entries: each operation (a pass, ``trim``, ``filter``, ...) is applied to one entry after another.
+Here the first entry executes the operation for all, and the others follow: ``events`` counts the operations,
+and each entry counts those it has seen. An entry that gets a different operation from the others raises
+OrderError.
 """
 
 from __future__ import annotations
@@ -24,12 +23,14 @@ __all__ = ["BatchRows", "left_behind"]
 
 
 class BatchRows(ClaimedRows):
-    """Rows of ``pool``: their sequences, how many tokens each holds, and the padding that is announced."""
+    """Rows of ``pool``: their sequences, their numbers of tokens, and announced padding."""
 
     def __init__(
         self, pool: SequencePool, claimed: Sequence[SharedSequence], lengths: Sequence[int], batched: bool
     ) -> None:
-        """Claims ``claimed``. ``batched``: offsets are told as an array, one for each row."""
+        """Claim the sequences ``claimed``. ``batched``: offsets are reported as an array, one for each
+        row.
+        """
         self.pool = pool
         super().__init__(claimed)
         self.lengths = list(lengths)
@@ -37,21 +38,21 @@ class BatchRows(ClaimedRows):
         """The lengths before the last event."""
         self.batched = batched
         self.kept = False
-        """Whether an ``LRUPromptCache`` keeps them, which trims copies by any length where it may trim."""
+        """Whether an ``LRUPromptCache`` keeps them, which trims trimmable copies to any length."""
         self.called = False
-        """Whether the model's call has told the pass under way (``calls``)."""
+        """Whether the model's call has announced the current pass (``calls``)."""
         self.events = 0
         self.last: Any = None
-        """The last event: a ForwardPass, or a tuple that tells what was done."""
+        """The last event: a ForwardPass, or a tuple that describes another operation."""
         self.result: Any = None
         self.skip = [0] * len(self.claimed)
-        """Columns of left padding to come."""
+        """The remaining columns of left padding."""
         self.left: list[int] | None = None
-        """Tokens to come before right padding, where some was announced."""
+        """The remaining tokens before right padding, if announced."""
         self.prompt = 0
-        """Tokens of the prompt that one row was begun with (``MLXSession``); 0: not known."""
+        """Tokens of the prompt that a single row began with (``MLXSession``); 0: unknown."""
         self.rounds: Any = None
-        """The speculation that uses them, if one does (``loops``)."""
+        """The speculative decoding that uses the rows, if any (``loops``)."""
         self._derived: dict[str, tuple[Any, weakref.ref[BatchRows], set[int]]] = {}
 
     @classmethod
@@ -60,18 +61,18 @@ class BatchRows(ClaimedRows):
 
     @classmethod
     def adopted(cls, pool: SequencePool, seq: int, length: int) -> BatchRows:
-        """One row over a sequence that somebody else has, with ``length`` tokens in it."""
+        """One row over a sequence with another owner, which has ``length`` tokens."""
         return cls(pool, [pool.lent(seq)], [length], batched=False)
 
     def leave(self) -> None:
-        """Let go of all rows: whoever has their sequences empties them."""
+        """Release all rows; the owners of their sequences empty them."""
         self.last, self.events = None, self.events + 1
         self._replace([self.pool.hold()], [0])
         self.before = [0]
 
     def __del__(self) -> None:
-        if held := getattr(self, "claimed", ()):  # an interrupt may come before __init__ begins
-            self.pool.drop(held)
+        if claimed := getattr(self, "claimed", ()):  # an interrupt may occur before __init__ begins
+            self.pool.drop(claimed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchRows:
         self.pool.check_sharing("deepcopy")
@@ -84,7 +85,7 @@ class BatchRows(ClaimedRows):
     # Events.
 
     def settle(self) -> None:
-        """Forget a pass that was begun for its mask and not carried out."""
+        """Undo a pass that was begun for its mask but not executed."""
         if isinstance(self.last, ForwardPass) and not self.last.written:
             if self.last is self.pool.current:
                 self.pool.undo_unwritten()
@@ -100,7 +101,7 @@ class BatchRows(ClaimedRows):
                 self.left = [left + count for left, count in zip(self.left, last.counts, strict=True)]
 
     def lengths_for(self, seen: int) -> list[int]:
-        """The lengths as an entry sees them that has seen so many events."""
+        """The lengths as seen by an entry that has seen ``seen`` events."""
         self._forget_undone()
         if seen == self.events:
             return self.lengths
@@ -109,10 +110,9 @@ class BatchRows(ClaimedRows):
         raise left_behind("update")
 
     def seen_by_a_bystander(self, seen: int) -> int:
-        """What an entry has seen that is in every pass by itself, and was last asked after ``seen`` events.
-
-        It misses at most the last event, which it is being asked for: a pass of which there are only masks as
-        yet, or what is done to all entries.
+        """The events seen by an unused layer's entry, which follows every pass automatically and was last
+        called after ``seen`` events. It has seen all events except possibly the last: a pass with only masks
+        so far, or the operation now being applied to it.
         """
         self._forget_undone()
         last = self.last
@@ -122,13 +122,13 @@ class BatchRows(ClaimedRows):
         return self.events - 1 if missed else self.events
 
     def padding_for(self, seen: int) -> list[int]:
-        """The columns of left padding that an entry has before it that has seen so many events."""
+        """The remaining columns of left padding for an entry that has seen ``seen`` events."""
         if seen < self.events and isinstance(self.last, ForwardPass):
             return [skip + begin for skip, begin in zip(self.skip, self.last.begins, strict=True)]
         return self.skip if len(self.skip) == len(self.lengths_for(seen)) else [0] * len(self.before)
 
     def do(self, seen: int, event: tuple, action: Callable[[], Any]) -> Any:
-        """Do ``action``, unless another entry's asking for the same ``event`` has done it; its result."""
+        """The result of ``action``, which runs only once for all entries that get the same ``event``."""
         self._forget_undone()
         if seen == self.events - 1 and event == self.last:
             return self.result
@@ -145,10 +145,8 @@ class BatchRows(ClaimedRows):
     # Passes.
 
     def pass_for(self, seen: int, tokens: int, rows: int | None = None) -> ForwardPass:
-        """The pass of ``tokens`` columns that an entry takes part in next, begun where it is the first.
-
-        ``rows``, where known, is how many rows the model feeds: an empty prompt cache of one row takes
-        any number.
+        """The next pass of an entry, of ``tokens`` columns; the first entry begins it. ``rows`` is the number
+        of rows that the model feeds, if known; an empty prompt cache of one row accepts any number.
         """
         self._forget_undone()
         last = self.last
@@ -171,7 +169,7 @@ class BatchRows(ClaimedRows):
         return self.last
 
     def live(self) -> ForwardPass | None:
-        """The pass that these rows were last in, while the caches still stand there."""
+        """The last pass of these rows, if it is still the caches' current pass."""
         self._forget_undone()
         last = self.last
         return last if isinstance(last, ForwardPass) and last is self.pool.current else None
@@ -197,7 +195,7 @@ class BatchRows(ClaimedRows):
         return one
 
     def _owned_pass(self, tokens: int, begins: list[int], counts: list[int]) -> ForwardPass:
-        """A pass whose rows that add tokens have sequences of their own."""
+        """A pass in which every row that adds tokens has its own sequence."""
         one = ForwardPass(tokens, list(self.lengths), begins, counts)
         drafts = 0 if self.rounds is None else MOST_DRAFTS
         check_missing("update", self.prompt, one.before[0], one.counts[0], drafts)
@@ -206,19 +204,19 @@ class BatchRows(ClaimedRows):
         for row, count in enumerate(counts):
             if count:
                 self._own(row)
-        one.sequences = [held.seq for held in self.claimed]
+        one.sequences = [claim.seq for claim in self.claimed]
         return one
 
     def check_room(self, op: str, counts: Sequence[int]) -> None:
-        """Raise CacheFullError where a row has no room for so many tokens more, wherever the pool has."""
+        """Raise CacheFullError if a row cannot grow by these tokens, even if the pool has room."""
         longest = self.pool.storage.longest
         for row, (before, count) in enumerate(zip(self.lengths, counts, strict=True)):
             if before + count > longest:
-                remedy = "make the pool with a larger capacity; what the layers keep of a row grows up to it"
+                remedy = "make the pool with a larger capacity, which limits growing states"
                 raise CacheFullError(count, int(longest) - before, {row: before}, op, remedy)
 
     def _columns(self, tokens: int) -> tuple[list[int], list[int]]:
-        """Where the tokens of each row begin in so many columns, and how many they are."""
+        """The first column of each row's tokens, and their number."""
         begins = [min(skip, tokens) for skip in self.skip]
         counts = [tokens - begin for begin in begins]
         if self.left is not None:
@@ -231,7 +229,7 @@ class BatchRows(ClaimedRows):
             self.left = [left - count for left, count in zip(self.left, counts, strict=True)]
 
     def widen(self, rows: int) -> None:
-        """Make an empty prompt cache one of so many rows. InvalidRangeError for one that is not empty."""
+        """Give an empty prompt cache this number of rows. Raises InvalidRangeError if it is not empty."""
         if rows == len(self.claimed):
             return
         if len(self.claimed) != 1 or self.lengths[0]:
@@ -241,12 +239,11 @@ class BatchRows(ClaimedRows):
             )
         self._replace([self.pool.hold() for _ in range(rows)], [0] * rows)
 
-    # Rows that the model does not tell apart.
+    # Rows that the model confuses.
 
     def alike(self, tokens: int) -> list[tuple[list[int], int, int]] | None:
-        """Rows of the next pass that may be computed together, with their columns [begin, begin + count).
-
-        None where all may be, as they are: the model tells them apart, or they are alike.
+        """Groups of rows of the next pass that may be computed together, with their columns [begin, begin +
+        count). None if all rows may be: the model distinguishes them, or they are alike.
         """
         limit = self.pool.storage.alike_from
         if not limit:
@@ -256,14 +253,15 @@ class BatchRows(ClaimedRows):
             groups.setdefault((begin, count, min(length, limit)), []).append(row)
         if len(groups) == 1 and next(iter(groups))[:2] == (0, tokens):
             return None
-        found = [(chosen, begin, count) for (begin, count, _), chosen in groups.items() if count]
-        return sorted(found, key=lambda group: -len(group[0]) * group[2])  # what is too large fails first
+        chosen_groups = [(chosen, begin, count) for (begin, count, _), chosen in groups.items() if count]
+        return sorted(
+            chosen_groups, key=lambda group: -len(group[0]) * group[2]
+        )  # too large groups fail first
 
     @contextmanager
     def parted(self, tokens: int) -> Iterator[None]:
-        """A pass of so many columns, of which rows are lent to passes of their own in the block.
-
-        There is room for all of them before the first is computed.
+        """A pass whose rows are computed in separate passes inside the block. Room for all of them is checked
+        before the first is computed.
         """
         self.pool.undo_unwritten()
         begins, counts = self._columns(tokens)
@@ -272,20 +270,19 @@ class BatchRows(ClaimedRows):
         try:
             yield
         finally:
-            if self.lengths != before:  # entries that do not follow have no part in the next pass
+            if self.lengths != before:  # entries that did not follow are excluded from the next pass
                 self._pass_padding(begins, counts)
                 self.before, self.last = before, ("parted", tokens)
                 self.events += 1
 
     @contextmanager
     def lent(self, chosen: Sequence[int]) -> Iterator[BatchRows]:
-        """These rows as a prompt cache of their own, which writes in place.
-
-        They are empty where a pass fails half way, and as they were where none was begun.
+        """These rows as a separate prompt cache that writes in place. If its pass fails midway, the rows are
+        empty; if no pass was begun, they are unchanged.
         """
-        held = [self.claimed[row] for row in chosen]
+        claims = [self.claimed[row] for row in chosen]
         lengths = [self.lengths[row] for row in chosen]
-        lent = BatchRows(self.pool, held, lengths, batched=self.batched and len(held) > 1)
+        lent = BatchRows(self.pool, claims, lengths, batched=self.batched and len(claims) > 1)
         for row in chosen:
             self.swap(row, self.pool.hold())
             self.lengths[row] = 0
@@ -300,31 +297,31 @@ class BatchRows(ClaimedRows):
                     self.lengths[row] = length
 
     def _own(self, row: int) -> None:
-        """A sequence that is no one else's."""
-        held = self.claimed[row]
-        self.pool.make_way(held)
-        if held.claims > 1:
-            new = self.pool.fork(held, self.lengths[row])
+        """A sequence that is not shared."""
+        claim = self.claimed[row]
+        self.pool.make_way(claim)
+        if claim.claims > 1:
+            new = self.pool.fork(claim, self.lengths[row])
             self.swap(row, new)
-            held = new
-        self.pool.occupy(held)
+            claim = new
+        self.pool.occupy(claim)
 
-    def _replace(self, held: list[SharedSequence], lengths: list[int]) -> None:
-        """Other rows instead, with no padding announced."""
-        self.replace_all(held)
+    def _replace(self, claims: list[SharedSequence], lengths: list[int]) -> None:
+        """Replace the rows, and cancel announced padding."""
+        self.replace_all(claims)
         self.lengths = lengths
-        self.skip, self.left = [0] * len(held), None
+        self.skip, self.left = [0] * len(claims), None
 
-    # What mlx-lm does to prompt caches.
+    # mlx-lm's operations on prompt caches.
 
     def trim(self, count: int) -> int:
-        """Take the last ``count`` tokens from every row, at most what is there."""
+        """Remove the last ``count`` tokens of every row, or all of a shorter one."""
         count = max(0, min(count, max(self.lengths)))
         self.cut([max(0, length - count) for length in self.lengths])
         return count
 
     def reachable(self, position: int) -> int:
-        """The greatest length, at most ``position``, that the one row can be cut to."""
+        """The greatest length up to ``position`` that the single row can be cut to."""
         pool, seq = self.pool, self.claimed[0].seq
         if seq is None or position in (0, self.lengths[0]):
             return position
@@ -334,9 +331,8 @@ class BatchRows(ClaimedRows):
         return position if pool.storage.cache.can_resume(seq, position) else 0
 
     def rewind(self, prompt_cache: Iterable[Any], position: int) -> int:
-        """Take the one row, whose entries these are, back to ``position`` or as little before it as it can.
-
-        Whole again where a pass failed half way; returns where it is then.
+        """Cut the single row with these entries to ``position``, or to the last possible position before it.
+        Repairs rows after a failed pass; returns the position reached.
         """
         self.settle()
         entries = [entry for entry in entries_in(prompt_cache) if getattr(entry, "rows", None) is self]
@@ -353,10 +349,10 @@ class BatchRows(ClaimedRows):
         return target
 
     def cut(self, lengths: Sequence[int]) -> None:
-        """Keep the first ``lengths[i]`` tokens of row i. An error leaves all as they were."""
+        """Keep the first ``lengths[i]`` tokens of row i. An error leaves all rows unchanged."""
         storage = self.pool.storage
-        for held, old, new in zip(self.claimed, self.lengths, lengths, strict=True):
-            if 0 < new < old and not storage.cache.can_resume(held.seq, new):
+        for claim, old, new in zip(self.claimed, self.lengths, lengths, strict=True):
+            if 0 < new < old and not storage.cache.can_resume(claim.seq, new):
                 raise NotSupportedError(
                     f"trim: {old - new} of {old} tokens, and what a token at {new} attends to is no longer "
                     f"stored: sliding layers keep rollback={storage.rollback} tokens beyond their window, "
@@ -365,32 +361,32 @@ class BatchRows(ClaimedRows):
         shorter = {row: new for row, new in enumerate(lengths) if new < self.lengths[row]}
         copies = self._copies(shorter)
         for row, length in shorter.items():
-            held = self.claimed[row]
+            claim = self.claimed[row]
             if row in copies:
                 self.swap(row, copies[row])
             else:
-                assert held.seq is not None
-                self.pool.cut(held.seq, length)
+                assert claim.seq is not None
+                self.pool.cut(claim.seq, length)
             self.lengths[row] = length
 
     def _copies(self, lengths: Mapping[int, int]) -> dict[int, SharedSequence]:
-        """By row, what takes the place of one that others hold too, or that keeps nothing."""
-        pool, found = self.pool, dict[int, SharedSequence]()
+        """By row, the replacement of a sequence that is shared, or of which nothing is kept."""
+        pool, copies = self.pool, dict[int, SharedSequence]()
         try:
             for row, length in lengths.items():
-                held = self.claimed[row]
+                claim = self.claimed[row]
                 if not length and not pool.given_away:
-                    found[row] = pool.hold()
+                    copies[row] = pool.hold()
                     continue
-                pool.make_way(held)
-                if held.claims - sum(self.claimed[other] is held for other in found) > 1:
-                    found[row] = pool.fork(held, length)
+                pool.make_way(claim)
+                if claim.claims - sum(self.claimed[other] is claim for other in copies) > 1:
+                    copies[row] = pool.fork(claim, length)
         except BaseException:
-            for copy in found.values():
+            for copy in copies.values():
                 copy.claims += 1
                 copy.release()
             raise
-        return found
+        return copies
 
     def filter(self, keep: Sequence[int]) -> None:
         """Keep these rows, in this order."""
@@ -409,7 +405,7 @@ class BatchRows(ClaimedRows):
                 raise InvalidRangeError(f"{op}: row {row}; the prompt cache has {count}")
 
     def extend(self, other: BatchRows) -> None:
-        """The rows of ``other`` behind these."""
+        """Append the rows of ``other``."""
         other.settle()
         for one in (self, other):
             one.check_finalized("extend")
@@ -420,61 +416,62 @@ class BatchRows(ClaimedRows):
         self.batched = True
 
     def prepare(self, lengths: Sequence[int] | None, skip: Sequence[int] | None) -> None:
-        """Announce padding: ``lengths`` tokens per row and then padding, or ``skip`` columns of it first."""
+        """Announce padding: after ``lengths`` tokens per row, or ``skip`` columns before them."""
         storage = self.pool.storage
         padded = lengths is not None or (skip is not None and any(skip))
         if padded and storage.alike_from and not storage.calls_told:
             raise NotSupportedError(f"prepare: padding, which {_ALL_ALIKE}")
         if skip is not None and storage.states is not None and not storage.alike_from:
-            for row, (pad, held) in enumerate(zip(skip, self.lengths, strict=False)):
-                if pad > 0 and held:
+            for row, (pad, stored) in enumerate(zip(skip, self.lengths, strict=False)):
+                if pad > 0 and stored:
                     raise NotSupportedError(
-                        f"prepare: left_padding={pad} of row {row}, which holds {held} tokens; the states of "
-                        "recurrent layers would go on over it; pad at the right: lengths= and right_padding="
+                        f"prepare: left_padding={pad} of row {row}, which holds {stored} tokens; the padding "
+                        "would change the states of recurrent layers; pad on the right: lengths= and "
+                        "right_padding="
                     )
-        for name, given in (("lengths", lengths), ("left_padding", skip)):
-            if given is not None and len(given) != len(self.claimed):
+        for name, counts in (("lengths", lengths), ("left_padding", skip)):
+            if counts is not None and len(counts) != len(self.claimed):
                 if len(self.claimed) == 1 and not self.lengths[0]:
-                    self.widen(len(given))
+                    self.widen(len(counts))
                 else:
                     raise InvalidRangeError(
-                        f"prepare: {name} of {len(given)} rows; there are {len(self.claimed)}"
+                        f"prepare: {name} of {len(counts)} rows; there are {len(self.claimed)}"
                     )
         if skip is not None:
             self.skip = [old + int(new) for old, new in zip(self.skip, skip, strict=True)]
         self.left = None if lengths is None else [int(length) for length in lengths]
-        self.batched = self.batched or padded  # rows are at offsets of their own from here on
+        self.batched = self.batched or padded  # from here on, rows have different offsets
 
     def finalize(self) -> None:
-        """No more padding."""
+        """End the padding."""
         self.skip, self.left = [0] * len(self.claimed), None
 
     def check_finalized(self, op: str) -> None:
         """Raise OrderError between ``prepare(lengths=)`` and ``finalize``."""
         if self.left is not None:
             raise OrderError(
-                f"{op}: rows whose right padding was announced, with {self.left} tokens to come before it; "
-                "call finalize() first"
+                f"{op}: rows with announced right padding, and {self.left} tokens remaining before it; call "
+                "finalize() first"
             )
 
     def extract(self, row: int) -> BatchRows:
-        """One row as a prompt cache of its own, sharing what is stored."""
+        """One row as a separate prompt cache, sharing the stored tokens."""
         self.pool.check_sharing("extract")
         self._check_rows("extract", [row])
         return BatchRows(self.pool, [self.claimed[row]], [self.lengths[row]], batched=False)
 
     @staticmethod
     def merge(several: Sequence[BatchRows]) -> BatchRows:
-        """All rows as one batch, sharing what is stored; the others stay as they are."""
+        """All rows as one batch, sharing the stored tokens; the originals are unchanged."""
         for one in several:
             one.settle()
             one.check_finalized("merge")
         pool = several[0].pool
-        held = [held for one in several for held in one.held_in(pool)]
-        return BatchRows(pool, held, [length for one in several for length in one.lengths], batched=True)
+        claim = [claim for one in several for claim in one.held_in(pool)]
+        return BatchRows(pool, claim, [length for one in several for length in one.lengths], batched=True)
 
     def held_in(self, pool: SequencePool) -> list[SharedSequence]:
-        """The sequences of these rows, which must be of ``pool``, for rows of another prompt cache too."""
+        """The sequences of these rows, which must belong to ``pool``, for use by another prompt cache too."""
         pool.check_sharing("merge")
         if self.pool is not pool:
             raise NotSupportedError(
@@ -485,10 +482,10 @@ class BatchRows(ClaimedRows):
         return self.claimed
 
     def derived(self, name: str, of: tuple, layer: int, make: Callable[[], BatchRows]) -> BatchRows:
-        """What ``make`` gives, the same for every layer that asks once."""
-        found = self._derived.get(name)
-        if found is not None:
-            known, reference, layers = found
+        """The result of ``make``, which every layer may fetch once."""
+        derived = self._derived.get(name)
+        if derived is not None:
+            known, reference, layers = derived
             rows = reference()
             if rows is not None and known == (self.events, of) and layer not in layers and not rows.events:
                 layers.add(layer)
@@ -499,14 +496,14 @@ class BatchRows(ClaimedRows):
 
 
 _ALL_ALIKE = (
-    "this model takes for rows like the others, so that they would get other results than each row alone; "
+    "this model treats like the other rows, so that results would differ from those of each row alone; "
     "feed such rows one by one, or call the model that the pool was made for"
 )
 
 
 def left_behind(op: str) -> OrderError:
-    """What is raised for an entry that is behind the others."""
+    """The error for an entry that is behind the others."""
     return OrderError(
-        f"{op}: this entry did not take part in what the other entries of its prompt cache did (a pass that "
-        "failed half way, or something done to some of the entries only); rewind(prompt_cache, n) repairs it"
+        f"{op}: this entry did not take part in what the other entries of its prompt cache did (a pass "
+        "failed midway, or an operation reached only some of the entries); rewind(prompt_cache, n) repairs it"
     )

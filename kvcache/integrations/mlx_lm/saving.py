@@ -1,7 +1,6 @@
-"""Prompt caches of mlx-lm taken over, from memory or from a file.
-
-Saving needs nothing of its own: mlx-lm's ``save_prompt_cache`` writes our prompt caches, and its
-``load_prompt_cache`` reads the file as its own caches. Codes of quantized pools are beside them (``codes``).
+"""Converts prompt caches of mlx-lm, from memory or from a file. Saving needs no function here: mlx-lm's
+``save_prompt_cache`` writes our prompt caches, and its ``load_prompt_cache`` reads the file as its own
+caches. The file also has the codes of quantized pools (``codes``).
 """
 
 from __future__ import annotations
@@ -43,10 +42,9 @@ _WITH_KEYS = (
 def load_prompt_cache(
     file_name: str, pool: CachePool, return_metadata: bool = False, tokens: int | None = None
 ) -> Any:
-    """What mlx-lm's ``save_prompt_cache`` wrote, of our caches or of its own, as a prompt cache of ``pool``.
-
-    With ``return_metadata`` a pair of it and the metadata. A quantized pool reads what one of the same format
-    wrote code by code. ``tokens`` and errors as ``adopt``.
+    """Load a file of mlx-lm's ``save_prompt_cache``, with our caches or its own, as a prompt cache of
+    ``pool``. With ``return_metadata``, returns a pair of it and the metadata. A quantized pool loads the
+    codes of a pool with the same format unchanged. ``tokens`` and errors as for ``adopt``.
     """
     if not isinstance(pool, CachePool):
         raise InvalidRangeError(
@@ -65,18 +63,17 @@ def load_prompt_cache(
 
 
 def adopt(prompt_cache: Sequence[Any], pool: CachePool, tokens: int | None = None) -> list[Any]:
-    """A prompt cache of ``pool`` with what a prompt cache of mlx-lm's own classes holds; copies the data.
+    """A prompt cache of ``pool`` with the content of a prompt cache of mlx-lm's own classes; copies the data.
+    Codes of quantized entries are copied if the pool has the same groups (``dtype="AFFINE4_64"``, for
+    example), else they are dequantized and stored in the pool's format.
 
     Quantized entries are stored as they are where the pool has the same groups (``dtype="AFFINE4_64"``, say),
     else read, and stored as the pool does. Of a file that a quantized pool wrote, mlx-lm's own loader gives
     values, which are quantized again: ``load_prompt_cache`` of this package takes the codes.
 
-    mlx-lm's recurrent entries do not tell how many tokens they have seen. Where all layers are recurrent,
-    ``tokens`` does; None counts them as one, so that ``offset`` and ``rewind`` are short by the rest.
-
-    Raises InvalidRangeError where the two are not of the same model or ``tokens`` is not what is held,
-    NotSupportedError for other classes than those that ``CachePool`` stands in for, CacheFullError and
-    SequencesTakenError where it does not fit. The pool is as it was then.
+    Raises InvalidRangeError if the two belong to different models or ``tokens`` is wrong, NotSupportedError
+    for classes that ``CachePool`` does not replace, CacheFullError and SequencesTakenError if it does not
+    fit. The pool is then unchanged.
     """
     return _adopted(prompt_cache, pool, tokens, {}, "adopt")
 
@@ -84,7 +81,7 @@ def adopt(prompt_cache: Sequence[Any], pool: CachePool, tokens: int | None = Non
 def _adopted(
     prompt_cache: Sequence[Any], pool: CachePool, tokens: int | None, codes: Mapping[int, Codes], op: str
 ) -> list[Any]:
-    """``codes``: what to store in place of K and V where the pool has the same format, by layer."""
+    """``codes``: by layer, what to store in place of K and V if the pool has the same format."""
     with pool.lock:
         return _filled(pool, prompt_cache, tokens, codes, op)
 
@@ -125,18 +122,18 @@ def _filled(
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What an entry of mlx-lm's holds."""
+    """The content of an entry of mlx-lm."""
 
     arrays: tuple[Any, ...] = ()
     """K and V in the order of positions, or states."""
     tokens: int | None = None
-    """How many it has seen; None where it does not tell."""
+    """The number of tokens; None if unknown."""
     codes: Codes | None = None
-    """What K and V are stored as, if that is known."""
+    """The codes of K and V, if available."""
 
     @property
     def held(self) -> int:
-        """Of how many tokens there are K and V."""
+        """The number of tokens with K and V."""
         arrays = self.arrays if self.codes is None else self.codes.parts
         return int(arrays[0].shape[2]) if arrays else 0
 
@@ -152,7 +149,7 @@ def _contents(i: int, entry: Any, layer: Layer, storage: Storage, codes: Codes |
     if not recurrent and kind not in _WITH_KEYS:
         raise NotSupportedError(
             f"adopt: entry {i} is {kind.__name__}; KVCache, QuantizedKVCache, RotatingKVCache, "
-            "ChunkedKVCache, ArraysCache and DeepSeek-V4.1's LayerCache are taken over"
+            "ChunkedKVCache, ArraysCache and DeepSeek-V4.1's LayerCache are supported"
         )
     size = getattr(entry, "max_size", getattr(entry, "chunk_size", None)), getattr(entry, "keep", 0)
     if recurrent is not isinstance(layer, Recurrent) or size != _sizes(layer):
@@ -178,12 +175,12 @@ def _contents(i: int, entry: Any, layer: Layer, storage: Storage, codes: Codes |
 
 
 def _grouped(entry: Any, layer: Recurrent) -> tuple[Any, ...]:
-    """The states of DeepSeek-V4.1's LayerCache, (1, size, dim) each; () of an empty one."""
+    """The states of DeepSeek-V4.1's LayerCache, each (1, size, dim); () if empty."""
     if entry.empty():
         return ()
     named = zip(layer.names, layer.shapes, layer.dtypes, strict=True)
-    found = ((getattr(entry, name), shape, dtype) for name, shape, dtype in named)
-    return tuple(mx.zeros((1, 0, *shape[1:]), dtype) if x is None else x for x, shape, dtype in found)
+    states = ((getattr(entry, name), shape, dtype) for name, shape, dtype in named)
+    return tuple(mx.zeros((1, 0, *shape[1:]), dtype) if x is None else x for x, shape, dtype in states)
 
 
 def _sizes(layer: Layer) -> tuple[int | None, int]:
@@ -192,7 +189,9 @@ def _sizes(layer: Layer) -> tuple[int | None, int]:
 
 
 def _codes_of(entry: Any, storage: Storage) -> Codes | None:
-    """Words, scales and biases of K and then V of mlx-lm's QuantizedKVCache, if the pool's are such."""
+    """Words, scales and biases of K and then V from mlx-lm's QuantizedKVCache, if the pool has the same
+    format.
+    """
     if entry.keys is None or not storage.is_affine(entry.bits, entry.group_size):
         return None
     keys, values = entry.keys_and_values()
@@ -202,28 +201,28 @@ def _codes_of(entry: Any, storage: Storage) -> Codes | None:
 def _in_order(entry: Any) -> tuple[Any, Any]:
     if type(entry) is mlx_caches.QuantizedKVCache:
         sizes = {"bits": entry.bits, "group_size": entry.group_size}
-        keys, values = (mx.dequantize(*found, **sizes) for found in entry.keys_and_values())
+        keys, values = (mx.dequantize(*parts, **sizes) for parts in entry.keys_and_values())
         return keys, values
     if type(entry) in (mlx_caches.KVCache, mlx_caches.ChunkedKVCache):
         size = entry.offset - getattr(entry, "start_position", 0)
         return entry.keys[..., :size, :], entry.values[..., :size, :]
     keys, values, offset, keep, _, at = entry.state
     columns = np.arange(keys.shape[2])
-    gap = at == keep  # of RotatingKVCache.state, before the tokens that are there
+    gap = at == keep  # unfilled cells in RotatingKVCache.state, before the stored tokens
     turned = np.concatenate([columns[:keep], columns[at + gap :], columns[keep:at]])
     order = mx.array(columns[:at] if at >= offset else turned if at < columns.size else columns)
     return keys[..., order, :], values[..., order, :]
 
 
 def _length(contents: Sequence[_Content], layers: Sequence[Layer], tokens: int | None) -> int:
-    told = {content.tokens for content in contents if content.tokens is not None}
+    lengths = {content.tokens for content in contents if content.tokens is not None}
     pairs = zip(contents, layers, strict=True)
     filled = {bool(content.arrays) for content, layer in pairs if isinstance(layer, Recurrent)}
-    length = max(told) if told else max(1, tokens or 1) if True in filled else 0
-    if len(told) > 1 or filled - {length > 0}:
+    length = max(lengths) if lengths else max(1, tokens or 1) if True in filled else 0
+    if len(lengths) > 1 or filled - {length > 0}:
         states = f" and states that are {'' if True in filled else 'not '}set" if filled else ""
         raise InvalidRangeError(
-            f"adopt: entries of {sorted(told)} tokens{states}; all entries of a prompt cache must hold "
+            f"adopt: entries of {sorted(lengths)} tokens{states}; all entries of a prompt cache must hold "
             "the same number"
         )
     if tokens is not None and tokens != length:
@@ -232,19 +231,19 @@ def _length(contents: Sequence[_Content], layers: Sequence[Layer], tokens: int |
 
 
 def _fill(storage: Storage, cache: Any, seq: int, contents: Sequence[_Content], length: int) -> None:
-    """Store what belongs to one of the caches of the pool."""
+    """Store the entries of one of the pool's caches."""
     recurrent = cache is storage.states
     own = [i for i, one in enumerate(storage.attention) if one is cache and contents[i].arrays]
-    held = length if recurrent or not own else contents[own[0]].held
-    positions = np.arange(length - held, length)
+    stored_tokens = length if recurrent or not own else contents[own[0]].held
+    positions = np.arange(length - stored_tokens, length)
     if isinstance(cache, SlidingWindowCache):
-        positions[: cache.keep] = np.arange(min(cache.keep, held))  # the first of them stay
+        positions[: cache.keep] = np.arange(min(cache.keep, stored_tokens))  # the first of them stay
         recent = positions >= length - max(
             1, cache.memory
-        )  # mlx-lm's hold more until the token after a prompt
+        )  # mlx-lm's caches hold more until the token after a prompt
         columns = np.flatnonzero(recent | (positions < cache.keep))
     else:
-        columns = np.arange(held)
+        columns = np.arange(stored_tokens)
     stored = columns.size
     cache.start_forward(storage.ctx, Batch(positions[columns].tolist(), [seq] * stored))
     one = ForwardPass(stored, [length - stored], [0], [stored], [seq])

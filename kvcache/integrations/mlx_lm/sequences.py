@@ -1,8 +1,7 @@
-"""Which sequence of a pool's caches belongs to whom, and the pass that they are in.
-
-Every prompt cache of a pool is a few sequences of the same kvcache caches. A copy shares the sequence
-of its original until one of the two is written; the writer then takes a sequence of its own, which
-shares the cells (``copy_prefix``). A sequence that nobody holds any more is emptied and used again.
+"""The owners of the sequences of a pool's caches, and the current pass. Every prompt cache of a pool consists
+of a few sequences of the same caches. A copy shares the sequence of its original until one of the two is
+written; the writer then takes its own sequence, which shares the cells (``copy_prefix``). A sequence without
+owners is emptied and reused.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class SequencesTakenError(KVCacheError, RuntimeError):
 class SequencePool(Sequences):
     """The sequences of ``storage``'s caches, shared by all rows of all prompt caches of a pool.
 
-    ``largest_pass`` is how many tokens a pass may have, of all its rows; None: as many as there is room for.
+    ``largest_pass`` is the most tokens of a pass, over all rows; None: limited by the room only.
     """
 
     def __init__(self, storage: Storage, max_sequences: int, largest_pass: int | None) -> None:
@@ -53,14 +52,14 @@ class SequencePool(Sequences):
         self.storage, self.largest_pass = storage, largest_pass
         self.lock = PoolLock(storage.cache)
         self.keepers: weakref.WeakSet[Any] = weakref.WeakSet()
-        """mlx-lm's ``LRUPromptCache`` s that keep prompt caches of this pool."""
+        """The ``LRUPromptCache`` objects that keep prompt caches of this pool."""
         self.current: ForwardPass | None = None
-        """The pass that was begun last."""
+        """The last pass begun."""
         self._dropped: list[SharedSequence] = []
-        """Claims that ended while another thread used the pool."""
+        """Claims released while another thread used the pool."""
 
     def drop(self, several: Sequence[SharedSequence]) -> None:
-        """End a claim to each. It does not wait: garbage is collected in any thread, whatever it holds."""
+        """Release a claim to each. It never blocks, since garbage collection may call it in any thread."""
         if not self.lock.inner.acquire(blocking=False):
             self._dropped += several
             return
@@ -76,13 +75,12 @@ class SequencePool(Sequences):
 
     @property
     def room(self) -> float:
-        """How many tokens all rows may hold together; infinity where only windows are kept."""
+        """The most tokens of all rows together; infinity if only windows are kept."""
         return min((cache.cells for cache in self.storage.caches.whole), default=math.inf)
 
     def fitting(self, op: str, tokens: int, more: int) -> int:
-        """How many of ``more`` tokens (below 0: any number) fit behind a prompt of ``tokens`` in the pool.
-
-        Says in the log where they are fewer. InvalidRangeError for a prompt that leaves room for none.
+        """How many of ``more`` tokens (below 0: any number) fit into the pool after a prompt of ``tokens``.
+        Logs a warning if they are fewer. Raises InvalidRangeError if the prompt leaves no room.
         """
         most = min(self.room, self.storage.longest)
         if tokens >= most:
@@ -106,7 +104,7 @@ class SequencePool(Sequences):
         return super().free
 
     def check_sharing(self, op: str) -> None:
-        """Refuse what claims a lent sequence once more: its owner gives it to others, whoever claims it."""
+        """Refuse a second claim to a lent sequence, which its owner may pass on regardless of claims."""
         if self.given_away:
             raise NotSupportedError(
                 f"{op}: the prompt cache of an MLXSession has no copies, and does not go into batches; begin "
@@ -121,43 +119,43 @@ class SequencePool(Sequences):
         self.current = None
         super().cut(seq, length)
 
-    def fork(self, held: SharedSequence, length: int) -> SharedSequence:
+    def fork(self, claim: SharedSequence, length: int) -> SharedSequence:
         self.current = None
-        return super().fork(held, length)
+        return super().fork(claim, length)
 
     def relieve(self) -> bool:
-        """Let the oldest conversation go that an ``LRUPromptCache`` keeps; False where none is kept."""
+        """Drop the oldest conversation kept by an ``LRUPromptCache``; False if there is none."""
         keeper = next((keeper for keeper in self.keepers if len(keeper)), None)
         if keeper is not None:
             keeper.trim_to(n_sequences=len(keeper) - 1)
             self.reclaim()
         return keeper is not None
 
-    def make_way(self, held: SharedSequence) -> None:
-        """Let kept conversations go until ``held`` can be written, or a copy of it."""
-        while (held.claims > 1 or held.seq is None) and not self.free and self.relieve():
+    def make_way(self, claim: SharedSequence) -> None:
+        """Drop kept conversations until ``claim``, or a copy of it, can be written."""
+        while (claim.claims > 1 or claim.seq is None) and not self.free and self.relieve():
             pass
 
     def _none_free(self, count: int) -> Exception:
-        held = "" if getattr(sys, "last_traceback", None) is None else _IN_TRACEBACK
+        hint = "" if getattr(sys, "last_traceback", None) is None else _IN_TRACEBACK
         return SequencesTakenError(
             f"start_forward: all {self.max_sequences} sequences of the pool are held; drop a prompt "
             "cache, or make the pool with a larger max_sequences (rows of batches, copies that are "
-            f"written, and prompt caches that are kept take one each){held}"
+            f"written, and prompt caches that are kept take one each){hint}"
         )
 
     # Passes.
 
     def make_room(self, tokens: int) -> None:
-        """Let kept conversations go until so many tokens fit; CacheFullError where they do not."""
+        """Drop kept conversations until these tokens fit; raises CacheFullError if they never do."""
         for cache in self.storage.caches.whole:
             while cache.free_cells < tokens:
                 if not self.relieve():
-                    held = cache.held()
-                    raise CacheFullError(tokens, cache.free_cells, held, "update", _FULL)
+                    stored = cache.held()
+                    raise CacheFullError(tokens, cache.free_cells, stored, "update", _FULL)
 
     def begin(self, new: ForwardPass) -> None:
-        """Find cells for the tokens of ``new``, whose rows have their sequences."""
+        """Find cells for the tokens of ``new``, whose rows have sequences."""
         self.current = None
         batch, limit = new.batch(), self.largest_pass
         while True:
@@ -172,7 +170,7 @@ class SequencePool(Sequences):
         self.current = new
 
     def undo_unwritten(self) -> None:
-        """Take back a pass that was begun for its mask and then not carried out."""
+        """Undo a pass that was begun for its mask but not executed."""
         current = self.current
         if current is not None and not current.written and not current.undone:
             self.storage.cache.undo_forward()
@@ -182,6 +180,6 @@ class SequencePool(Sequences):
     def check_current(self, one: ForwardPass) -> None:
         if one is not self.current:
             raise OrderError(
-                "update: another prompt cache of this pool was used in the middle of this one's pass; "
-                "a model runs through all its layers with one prompt cache"
+                "update: another prompt cache of this pool was used during this one's pass; a model must run "
+                "all its layers with one prompt cache"
             )

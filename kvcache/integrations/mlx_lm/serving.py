@@ -1,14 +1,14 @@
-"""mlx-lm's loops on a pool of fixed size, as they run in ``mlx_lm.server``.
+"""mlx-lm's loops on a pool of fixed size, as used by ``mlx_lm.server``. mlx-lm's own caches grow; a pool does
+not, and an error in the middle of a batch would end all of its rows and the server's generation thread. For a
+model with a pool (``install``)
 
-mlx-lm's own caches grow. A pool does not, and what it raised in the middle of a batch would end all of the
-batch's rows, and with them the thread in which the server generates. For a model with a pool (``install``)
+* requests wait until there is room for them and everything that they may add;
+* conversations kept by an ``LRUPromptCache`` are dropped, oldest first, if necessary
+  (``SequencePool.relieve``);
+* the server refuses a prompt that can never fit, and ends an answer when the pool is full ("length").
 
-* requests wait until there is room for them and for all that they may yet add;
-* what an ``LRUPromptCache`` keeps gives way, oldest first, where there is none (``SequencePool.relieve``);
-* the server refuses a prompt that can never fit, and ends an answer where the room ends ("length").
-
-What fails nevertheless, as when somebody else holds the pool's sequences, fails the requests of its batch and
-not the server. Models without a pool go as they do without this module. It knows mlx-lm 0.32 from within.
+Other errors, for example if other code holds the pool's sequences, fail the requests of the batch but not the
+server. Models without a pool are not affected. This module depends on internals of mlx-lm 0.32.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = ["guard"]
 
 log = logging.getLogger(__name__)
 _queues: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
-"""Of a BatchGenerator of a server, by request: where its answer goes."""
+"""By BatchGenerator of a server and by request, the queue of its answer."""
 
 
 @functools.cache
 def guard() -> None:
-    """Put this module around mlx-lm's loops, once."""
+    """Wrap mlx-lm's loops, once."""
     loops = importlib.import_module("mlx_lm.generate")  # the package has a function of this name
     server = importlib.import_module("mlx_lm.server")
     for kind, name, around in (
@@ -68,23 +68,23 @@ def _is_batchable(responder: Any, original: Callable[..., bool], *arguments: Any
 
 
 def _next_request(responder: Any, original: Callable[..., Any], *arguments: Any) -> Any:
-    found = original(responder, *arguments)
-    if found is not None:
-        incoming.queue = found[0]
-    return found
+    request = original(responder, *arguments)
+    if request is not None:
+        incoming.queue = request[0]
+    return request
 
 
 def _tokenize(responder: Any, original: Callable[..., Any], tokenizer: Any, request: Any, asked: Any) -> Any:
-    """Refuses a prompt that can never fit; the answer ends where the room ends."""
+    """Refuse a prompt that can never fit, and limit the answer to the room of the pool."""
     incoming.serving = True
-    found = original(responder, tokenizer, request, asked)
+    tokenized = original(responder, tokenizer, request, asked)
     pool = _pool_of(responder.model_provider.model)
     if pool is not None:
-        room = pool.room - len(found[0])
+        room = pool.room - len(tokenized[0])
         if room <= 0:
             raise InvalidRangeError(
-                f"a prompt of {len(found[0])} tokens; the pool of its model has room for {pool.room}, the "
-                "answer included: shorten it, or install with a larger capacity or max_sequences"
+                f"a prompt of {len(tokenized[0])} tokens; the pool of its model has room for {pool.room}, "
+                "the answer included: shorten it, or install with a larger capacity or max_sequences"
             )
         if room < asked.max_tokens:
             log.warning(
@@ -93,7 +93,7 @@ def _tokenize(responder: Any, original: Callable[..., Any], tokenizer: Any, requ
                 room,
             )
             asked.max_tokens = int(room)
-    return found
+    return tokenized
 
 
 def _serve_single(
@@ -111,7 +111,7 @@ def _serve_single(
 
 
 class _Answers:
-    """A request's queue; errors go without their frames, which hold the prompt cache."""
+    """A request's queue; errors are sent without their frames, which would hold the prompt cache."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
@@ -124,7 +124,7 @@ class _Answers:
 
 
 class _Generator:
-    """What a BatchGenerator holds that it has no public name for, as in mlx-lm 0.32.2. Keeps none of it."""
+    """Access to private attributes of a BatchGenerator of mlx-lm 0.32.2; stores nothing itself."""
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
@@ -132,17 +132,17 @@ class _Generator:
     @property
     def waiting(self) -> deque[Any]:
         """Requests: (id, segments, max_tokens, prompt cache, tokens before, ...)."""
-        found: deque[Any] = self._generator._unprocessed_sequences
-        return found
+        requests: deque[Any] = self._generator._unprocessed_sequences
+        return requests
 
     @property
     def prompts(self) -> Any:
-        """The batch of prompts that are being read."""
+        """The batch of prompts being evaluated."""
         return self._generator._prompt_batch
 
     @property
     def answers(self) -> Any:
-        """The batch that is being decoded."""
+        """The batch being decoded."""
         return self._generator._generation_batch
 
     @property
@@ -150,12 +150,12 @@ class _Generator:
         return [*self.prompts.uids, *self.answers.uids, *(request[0] for request in self.waiting)]
 
     def largest(self) -> list[int]:
-        """How many tokens each row of the two batches may have in the end."""
+        """The largest final number of tokens of each row of the two batches."""
         prompts, answers = self.prompts, self.answers
         begun = zip(prompts.tokens, self._generator._currently_processing, prompts.max_tokens, strict=True)
-        held = [len(tokens) + sum(map(len, rest[0])) + most for tokens, rest, most in begun]
+        lengths = [len(tokens) + sum(map(len, rest[0])) + most for tokens, rest, most in begun]
         counts = zip(answers.tokens, answers.max_tokens, answers._num_tokens, strict=True)
-        return held + [len(tokens) + most - done for tokens, most, done in counts]
+        return lengths + [len(tokens) + most - done for tokens, most, done in counts]
 
     def clear(self) -> None:
         """Forget all requests."""
@@ -180,25 +180,27 @@ def _insert_segments(
     pool, count = _pool_of(generator.model), len(segments)
     if pool is None or not is_serving():
         return original(generator, segments, max_tokens, caches, all_tokens, *more, **options)
-    given = zip(segments, caches or [None] * count, all_tokens or [[]] * count, strict=True)
-    # What has nothing left to compute is computed anew.
-    fitted = [one if any(one[0]) else ([one[2]], None, []) for one in given]
+    requests = zip(segments, caches or [None] * count, all_tokens or [[]] * count, strict=True)
+    # Recompute a request that has nothing left to compute.
+    fitted = [one if any(one[0]) else ([one[2]], None, []) for one in requests]
     segments, caches, all_tokens = (list(column) for column in zip(*fitted, strict=True))
     uids = original(generator, segments, max_tokens, caches, all_tokens, *more, **options)
-    # The request that made the server load a model with a pool was taken before this module saw it.
+    # The request that made the server load a model with a pool was accepted before this module was active.
     queue = getattr(incoming, "queue", None)
     _queues.setdefault(generator, {}).update(dict.fromkeys(uids, queue))
     return uids
 
 
 def _anew(tokens: list[int], segments: Sequence[list[int]]) -> list[list[int]]:
-    """The segments of a request whose first ``tokens`` are computed as well; the last one stands alone."""
+    """The segments of a request, with its first ``tokens`` to be computed too; the last token is a separate
+    segment.
+    """
     first, *rest = segments
     return [[*tokens, *first], *rest] if rest else [tokens, first]
 
 
 def _holds(prompt_cache: Any) -> bool:
-    return any(held.seq is not None for rows in rows_of(prompt_cache)[:1] for held in rows.claimed)
+    return any(claim.seq is not None for rows in rows_of(prompt_cache)[:1] for claim in rows.claimed)
 
 
 def _next(generator: Any, original: Callable[[Any], Any]) -> Any:
@@ -209,7 +211,7 @@ def _next(generator: Any, original: Callable[[Any], Any]) -> Any:
     waiting, uids = running.waiting, running.uids
     _queues[generator] = {uid: queue for uid, queue in _queues[generator].items() if uid in uids}
     count = _admitted(pool, running)
-    later = [waiting.pop() for _ in range(len(waiting) - count)]  # moved: a copy would hold prompt caches
+    later = [waiting.pop() for _ in range(len(waiting) - count)]  # moved: copies hold prompt caches
     if pool.sequences.largest_pass is not None:
         rows = len(running.prompts) + count
         generator.prefill_step_size = max(1, min(step, pool.sequences.largest_pass // max(1, rows)))
@@ -219,36 +221,35 @@ def _next(generator: Any, original: Callable[[Any], Any]) -> Any:
         return [], _fail(generator, running, uids[: len(uids) - len(later)], error)
     finally:
         generator.prefill_step_size = step
-        running.waiting.extend(reversed(later))  # which a request that failed has replaced
+        running.waiting.extend(reversed(later))  # a failed request may have replaced the list
 
 
 def _admitted(pool: CachePool, running: _Generator) -> int:
-    """How many of the requests that wait there is room for now, with what those before them may yet add.
-
-    Of the others, one that has found a conversation lets go of it where it takes room that may be needed.
+    """The number of waiting requests that there is room for, including what earlier ones may add. Other
+    requests release a conversation that they have found if its room may be needed.
     """
-    held, waiting, most_rows = running.largest(), running.waiting, pool.sequences.max_sequences
+    lengths, waiting, most_rows = running.largest(), running.waiting, pool.sequences.max_sequences
     largest_pass = pool.sequences.largest_pass or math.inf
     count = 0
     for _, segments, most, _, tokens, *_ in waiting:
         own = len(tokens) + sum(map(len, segments)) + most
-        if held and (len(held) >= min(most_rows, largest_pass) or sum(held) + own > pool.room):
+        if lengths and (len(lengths) >= min(most_rows, largest_pass) or sum(lengths) + own > pool.room):
             break
-        held.append(own)
+        lengths.append(own)
         count += 1
     for i in range(count, len(waiting)):
         uid, segments, most, cache, tokens, *more = waiting[i]
         if not _holds(cache):
             continue
-        if len(held) < most_rows and sum(held) + len(tokens) <= pool.room:
-            held.append(len(tokens))
+        if len(lengths) < most_rows and sum(lengths) + len(tokens) <= pool.room:
+            lengths.append(len(tokens))
         else:
             waiting[i] = (uid, _anew(tokens, segments), most, pool.make_prompt_cache(), [], *more)
     return count
 
 
 def _fail(generator: Any, running: _Generator, uids: Collection[int], error: Exception) -> list[Any]:
-    """End these requests, whose batch is in no state to go on; what the server takes for their answers."""
+    """End these requests, whose batch cannot continue; returns their answers for the server."""
     log.error("%d requests of a batch fail: %s", len(uids), error)
     running.clear()
     for uid in _queues[generator].keys() & {*uids}:

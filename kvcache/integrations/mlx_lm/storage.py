@@ -1,4 +1,4 @@
-"""What the layers of a model store, in kvcache's caches: arrays of MLX in, arrays of MLX out."""
+"""Stores a model's layers in kvcache's caches, with MLX arrays as input and output."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ __all__ = ["Codes", "Storage", "padded"]
 
 _schedule: Any = mx.async_eval
 WORTH = 16
-"""``CacheConfig.call_bytes`` that are to be saved: less is read sooner in one call over padded rows."""
+"""The least saving, in units of ``CacheConfig.call_bytes``; below it, one call over padded rows is faster."""
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """What a layer stores of one sequence: parts of K and then V (1, kv_heads, tokens, width), by position.
-
-    ``format`` is the pool's, by name, ``activations`` the dtype that the parts were made of.
+    """The codes of one sequence in a layer: parts of K and then V (1, kv_heads, tokens, width), by position.
+    ``format`` is the name of the pool's format, ``activations`` the dtype of the original values.
     """
 
     format: str
@@ -42,10 +41,9 @@ class Codes:
 
 
 class Storage:
-    """A cache for each kind of layer there is in ``entries``, behind one: ``cache``.
-
-    ``rollback`` more tokens than their windows need stay in sliding layers. ``cache``: that of another, with
-    the same options, which somebody else has bound meanwhile (None: new ones).
+    """A cache for each kind of layer in ``entries``, combined in ``cache``. Sliding layers keep ``rollback``
+    more tokens than their windows. ``cache``: an existing one with the same options, bound by its owner
+    (None: a new one).
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class Storage:
     ) -> None:
         self.entries = list(entries)
         self.layers = flat(entries)
-        """Those inside others have numbers of their own here."""
+        """Nested layers are flattened and numbered individually."""
         self.ctx, self.rollback = ctx, rollback
         kinds = [_kind(layer) for layer in self.layers]
         used = sorted({kind for kind in kinds if kind is not None}, key=lambda kind: kind.size)
@@ -71,33 +69,35 @@ class Storage:
             self.caches = ModelCaches.over(used, cache)
         self.states = self.caches.states
         self.attention = [None if kind is None else self.caches.caches[kind] for kind in kinds]
-        """The cache of each layer with K and V; None for the others."""
+        """By layer, the cache of its K and V; None for the others."""
         self.cache: Any = self.caches.all
         bound = [] if cache is None else [*self.caches.caches.values()]
         self.format = bound[0].storage.dtype if bound else CacheFormat.of(self.computed)
-        """What K and V are stored in."""
+        """The storage format of K and V."""
         self.one_length = one_length or any(isinstance(x, Attention) and x.chunked for x in self.layers)
-        """Whether the model takes for granted that rows hold as many tokens as the others."""
+        """Whether the model assumes that all rows have the same number of tokens."""
         self.chooses = any(isinstance(x, Attention) and x.assigned for x in self.layers)
-        """Whether the model has indexers, which choose from what it reads: of hidden columns too."""
+        """Whether the model has indexers, which may also select hidden columns."""
         self.alike_from = math.inf if self.one_length else max(map(_alike_from, self.layers), default=0)
-        """Rows without padding are alike to the model from so many tokens on; 0: it tells any rows apart."""
+        """The number of tokens from which the model confuses rows without padding; 0: never."""
         limits = [x.capacity for x in self.layers if isinstance(x, Recurrent) and x.capacity is not None]
         self.longest = min(limits, default=math.inf)
-        """How many tokens a row may have, wherever there is room for more."""
+        """The most tokens of a row, even if the pool has more room."""
         self.wants_calls = self.alike_from > 0 or any(
             isinstance(x, Recurrent) and x.reads_first for x in self.layers
         )
-        """Whether the model itself tells too little of a pass."""
+        """Whether the model must announce its calls (``calls``)."""
         self.calls_told = False
-        """Whether the model's calls tell which rows they are of (``calls``)."""
+        """Whether the model's calls are announced (``calls``)."""
         self.asked = False
-        """Whether the model asks its entries for attention (``attend_by_entries``)."""
+        """Whether the model calls its entries' attention (``attend_by_entries``)."""
 
     def init(
         self, backend: ml.Backend, dtype: CacheDType | None, max_sequences: int, capacity: int, max_batch: int
     ) -> None:
-        """Bind the caches and take their memory: no step has to, and a lack of it shows here."""
+        """Bind the caches and allocate their memory now, so that a lack of memory shows here and not in a
+        step.
+        """
         self.format = self.format if dtype is None else CacheFormat.of(dtype)
         self.cache.init(backend, self.format.asked, max_sequences, capacity, max_batch)
         ctx = self.ctx
@@ -116,15 +116,15 @@ class Storage:
 
     @property
     def computed(self) -> ml.DType:
-        """The dtype of the first K that the model is known to compute; F32 where none is."""
+        """The dtype of the first K whose dtype is known; F32 if none is."""
         known = (x.dtype for x in self.layers if isinstance(x, Attention) and x.dtype is not None)
-        found = next(known, None)
-        return ml.DType.F32 if found is None else _dtype(self.ctx, found)
+        dtype = next(known, None)
+        return ml.DType.F32 if dtype is None else _dtype(self.ctx, dtype)
 
     # K and V.
 
     def put(self, layer: int, one: ForwardPass, keys: Any, values: Any) -> None:
-        """Store K and V, (rows, kv_heads, tokens, dim) each, of a layer."""
+        """Store K and V of a layer, each (rows, kv_heads, tokens, dim)."""
         cache, ctx = self.attention_of(layer), self.ctx
         cache.set_layer(layer)
         key = one.stored(keys)
@@ -138,35 +138,35 @@ class Storage:
         one.written = True
 
     def put_codes(self, layer: int, one: ForwardPass, codes: Codes) -> None:
-        """As ``put``, of what is stored as it is."""
+        """As ``put``, for codes that are stored unchanged."""
         cache, ctx = self.attention_of(layer), self.ctx
         cache.set_layer(layer)
         words = [mx.view(x, mx.int32) if x.dtype == mx.uint32 else x for x in codes.parts]
-        found = [ctx.from_native(one.stored(x)) for x in words]
+        parts = [ctx.from_native(one.stored(x)) for x in words]
         spec = self._spec(layer)
-        cache.put_stored(ctx, found, ml.DType[codes.activations], spec.key_dim if spec.keys_only else None)
+        cache.put_stored(ctx, parts, ml.DType[codes.activations], spec.key_dim if spec.keys_only else None)
         one.written = True
 
     def is_affine(self, bits: int, group_size: int) -> bool:
-        """Whether keys and values are stored as mlx-lm's quantized caches have them."""
+        """Whether keys and values are stored in the format of mlx-lm's quantized caches."""
         return self.format.name == f"AFFINE{bits}_{group_size}"
 
     def name_of(self, native: Any) -> str:
-        """What a dtype of MLX is called here."""
+        """Our name for an MLX dtype."""
         return _dtype(self.ctx, native).name
 
     def codes(self, layer: int, seq: int | None) -> Codes | None:
-        """What a layer stores of one sequence; None of none, and where it stores plain numbers."""
+        """The codes of one sequence in a layer; None if nothing is stored, or if the format is plain."""
         cache = self.attention_of(layer)
         if seq is None or self.format.plain is not None or layer not in cache.storage.buffers:
             return None
         cells = cache.storage.table.rows[seq].cells
         cache.storage.table.join_arrivals(cells)
-        found = read_layers(self.ctx.backend, {layer: cache.storage.buffers[layer]}, cells)
-        if not found:
+        layers = read_layers(self.ctx.backend, {layer: cache.storage.buffers[layer]}, cells)
+        if not layers:
             return None
-        arrays = tuple(x.permute(self.ctx, 1, 0, 2).native[None] for x in found[layer].tensors)
-        return Codes(self.format.name, found[layer].activations.name, arrays)
+        arrays = tuple(x.permute(self.ctx, 1, 0, 2).native[None] for x in layers[layer].tensors)
+        return Codes(self.format.name, layers[layer].activations.name, arrays)
 
     def get(self, layer: int, one: ForwardPass) -> tuple[Any, Any]:
         """K and V of a layer as arrays (rows, kv_heads, history, dim), for this pass."""
@@ -181,19 +181,21 @@ class Storage:
         return keys, keys[..., : spec.value_dim] if spec.keys_only else values
 
     def reads_cells(self, one: ForwardPass) -> bool:
-        """Whether K and V of a pass are read as they lie, with a mask of what the row sees of that."""
+        """Whether K and V of a pass are read in the order of cells, with a mask."""
         return one.rows == 1 and one.is_full and not (self.one_length or self.chooses)
 
     def get_by_position(self, layer: int, one: ForwardPass) -> tuple[Any, Any]:
-        """As ``get``, in the order of positions, whatever lies where."""
+        """As ``get``, in the order of positions."""
         key, value = self.reading(self.attention_of(layer), one).read(self.ctx, layer)
         tensors: tuple[Any, Any] = key, value
-        if self.attends(layer, one):  # not handed over: nobody may want them
+        if self.attends(layer, one):  # lazy: the arrays may never be needed
             return tensors[0].read(), tensors[1].read()
         return tensors[0].native, tensors[1].native
 
     def attends(self, layer: int, one: ForwardPass) -> bool:
-        """Whether ``attend`` reads less than ``get``: codes as they are, or no padding and nothing twice."""
+        """Whether ``attend`` reads less than ``get``: codes instead of floats, or no padding and no repeated
+        tokens.
+        """
         cache = self.attention_of(layer)
         if not self.asked or self.one_length or self._spec(layer).keys_only:
             return False
@@ -209,18 +211,18 @@ class Storage:
         return one.attends[id(cache)]
 
     def attend(self, layer: int, one: ForwardPass, queries: Any, scale: float, sinks: Any) -> Any:
-        """Attention of queries (rows, heads, tokens, dim) to what each sees, in the same order."""
+        """Attention of queries (rows, heads, tokens, dim), in the same shape."""
         cache, ctx = self.attention_of(layer), self.ctx
         cache.set_layer(layer)
         logits = None if sinks is None else ctx.from_native(sinks)
-        found = cache.attend(ctx, ctx.from_native(one.stored(queries)), scale, logits)
-        return one.given_back(found.native)
+        attended = cache.attend(ctx, ctx.from_native(one.stored(queries)), scale, logits)
+        return one.given_back(attended.native)
 
     def reading(self, cache: CausalCache, one: ForwardPass) -> DenseBatch:
-        found: DenseBatch | None = one.readings.get(id(cache))
-        if found is None:
-            found = one.readings[id(cache)] = DenseBatch(cache, one.sequences, uneven=True)
-        return found
+        reading: DenseBatch | None = one.readings.get(id(cache))
+        if reading is None:
+            reading = one.readings[id(cache)] = DenseBatch(cache, one.sequences, uneven=True)
+        return reading
 
     def attention_of(self, layer: int) -> CausalCache:
         cache = self.attention[layer]
@@ -233,7 +235,7 @@ class Storage:
     ) -> tuple[Any, Any]:
         """K and V of a layer, (rows, kv_heads, tokens, dim), in the order of positions.
 
-        ``one``: the pass that the sequences are in, where they are in one. Values that are not stored are 0.
+        ``one``: the current pass of the sequences, if any. Values that are not stored are 0.
         """
         if one is None:
             reading = DenseBatch(self.attention_of(layer), sequences, uneven=True)
@@ -257,28 +259,28 @@ class Storage:
         return spec
 
     def tokens_of(self, layer: int, seq: int | None) -> int:
-        """How many tokens of a sequence the cache of a layer holds."""
+        """The number of tokens of a sequence in a layer's cache."""
         return 0 if seq is None else int(self.attention_of(layer).positions(seq).size)
 
     # States.
 
     def asked_state(self, layer: int, i: int) -> ml.Tensor:
-        """State ``i`` of a recurrent layer in the pass under way, (active rows, *shape)."""
+        """State ``i`` of a recurrent layer in the current pass, (active rows, *shape)."""
         assert self.states is not None
         return self.states.state(self.ctx, _name(i), layer)
 
     def state(self, layer: int, i: int, one: ForwardPass, is_set: bool) -> Any:
         """State ``i`` of a layer as an array (rows, *shape); rows that add nothing to the pass read as 0.
 
-        ``is_set``: whether it is that after the pass already.
+        ``is_set``: whether it is already the state after the pass.
         """
-        found, spec = self.asked_state(layer, i).native, self.layers[layer]
+        state, spec = self.asked_state(layer, i).native, self.layers[layer]
         assert isinstance(spec, Recurrent)
-        found = _grown(spec, i, found.astype(spec.dtypes[i]), max(one.after if is_set else one.before))
+        state = _grown(spec, i, state.astype(spec.dtypes[i]), max(one.after if is_set else one.before))
         if len(one.active) == one.rows:
-            return found
-        whole = mx.zeros((one.rows, *found.shape[1:]), found.dtype)
-        whole[mx.array(one.active)] = found
+            return state
+        whole = mx.zeros((one.rows, *state.shape[1:]), state.dtype)
+        whole[mx.array(one.active)] = state
         return whole
 
     def set_state(self, layer: int, i: int, one: ForwardPass, value: Any) -> None:
@@ -292,7 +294,7 @@ class Storage:
         one.written = True
 
     def kept_state(self, layer: int, i: int, seq: int | None) -> Any:
-        """State ``i`` of one sequence outside of a pass, (1, *shape); None where nothing is stored."""
+        """State ``i`` of one sequence outside of a pass, (1, *shape); None if nothing is stored."""
         spec = self.layers[layer]
         assert self.states is not None
         assert isinstance(spec, Recurrent)
@@ -300,8 +302,8 @@ class Storage:
             return None
         offset = self.states.offset(seq)
         kept = self.states.snapshot(seq, offset, offset).states
-        found = kept.get((_name(i), layer))
-        return None if found is None else _grown(spec, i, found.native.astype(spec.dtypes[i]), offset)
+        state = kept.get((_name(i), layer))
+        return None if state is None else _grown(spec, i, state.native.astype(spec.dtypes[i]), offset)
 
 
 def _kind(layer: Layer) -> Kind | None:
@@ -311,13 +313,13 @@ def _kind(layer: Layer) -> Kind | None:
 
 
 def _by_head(ctx: ml.Context, x: ml.Tensor) -> ml.Tensor:
-    """(history, heads, dim) seen as (1, heads, history, dim)."""
+    """A view of (history, heads, dim) as (1, heads, history, dim)."""
     (history, heads, dim), (row, head, step) = x.shape, x.strides
     return x.view(ctx, 0, (1, heads, history, dim), (0, head, row, step))
 
 
 def _alike_from(layer: Layer) -> int:
-    """From how many tokens on a layer takes one row for another, which it does not tell apart; else 0."""
+    """The number of tokens from which a layer confuses rows; 0: never."""
     if not isinstance(layer, Recurrent):
         return 0
     sizes = [
@@ -329,13 +331,13 @@ def _alike_from(layer: Layer) -> int:
 
 
 def padded(value: Any, shape: Sequence[int]) -> Any:
-    """A state (rows, *size) that has not its size as yet, with 0 before it: (rows, *shape)."""
+    """A growing state (rows, *size), padded with zeros in front to (rows, *shape)."""
     missing = [0, *(size - have for size, have in zip(shape, value.shape[1:], strict=True))]
     return mx.pad(value, [(size, 0) for size in missing]) if any(missing) else value
 
 
 def _grown(spec: Recurrent, i: int, value: Any, tokens: int) -> Any:
-    """Of a state as it is stored, (rows, *shape), what it has grown to after so many tokens."""
+    """The part of a stored state (rows, *shape) that it has grown to after these tokens."""
     grows = spec.growing[i] if spec.growing else None
     if grows is None:
         return value
@@ -358,7 +360,7 @@ def _state_cache(
 
 
 def _name(i: int) -> str:
-    """What state ``i`` of a layer is called in the cache of states."""
+    """The name of state ``i`` of a layer in the cache of states."""
     return f"state{i}"
 
 

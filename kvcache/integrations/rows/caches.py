@@ -1,4 +1,4 @@
-"""The caches of one model's layers, whatever runtime the model is of."""
+"""The caches of one model's layers, for any runtime."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ Top = CausalCache | StateCache | EncoderCache | CompressedCache
 
 
 class Kind(NamedTuple):
-    """What a layer keeps. ``size`` is how many tokens a query sees at most, itself included; 0: all.
-
-    Of a window the first ``keep`` tokens are among them, for good. Of what is compressed it is how many
-    tokens an entry stands for. A tuple, because each layer looks something up by it at every token: a
-    dataclass computes its hash in Python.
+    """What a layer keeps. ``size`` is the most tokens that a query sees, including its own; 0: all. A window
+    always includes the first ``keep`` tokens. For compressed layers, ``size`` is the number of tokens per
+    entry. A tuple, since every layer uses it as a key at every token, and a dataclass computes its hash in
+    Python.
     """
 
     name: str
@@ -41,19 +40,18 @@ class Kind(NamedTuple):
 
     @property
     def window(self) -> int:
-        """How many tokens right before a query it sees."""
+        """The number of tokens directly before a query that it sees."""
         return self.size - self.keep - 1
 
     @property
     def attends(self) -> bool:
-        """Whether the layer has K and V of the tokens before."""
+        """Whether the layer has K and V of earlier tokens."""
         return self.name in (FULL, SLIDING, CHUNKED)
 
 
 class ModelCaches:
-    """One cache for each kind of attention, for states and for an encoder's output; all of them in ``all``.
-
-    Windows keep ``lookback`` tokens more than they show, so that many may be taken back.
+    """One cache for each kind of attention, for states and for an encoder's output; ``all`` combines them.
+    Windows keep ``lookback`` more tokens than they show, so that many can be removed again.
     """
 
     def __init__(
@@ -85,12 +83,12 @@ class ModelCaches:
 
     @classmethod
     def over(cls, kinds: Iterable[Kind], cache: Any) -> ModelCaches:
-        """Those whose ``all`` is ``cache``: of these kinds of attention, and of states where it has more."""
-        found = cls.__new__(cls)
-        found.tops, found.all, found.encoder = unwrapped(cache), cache, None
-        found.caches = dict(zip(dict.fromkeys(kinds), found.tops, strict=False))
-        found.states = next(iter(found.tops[len(found.caches) :]), None)
-        return found
+        """The caches combined in ``cache``: for these kinds of attention, and for states if it has more."""
+        family = cls.__new__(cls)
+        family.tops, family.all, family.encoder = unwrapped(cache), cache, None
+        family.caches = dict(zip(dict.fromkeys(kinds), family.tops, strict=False))
+        family.states = next(iter(family.tops[len(family.caches) :]), None)
+        return family
 
     @property
     def cross(self) -> EncoderCache:
@@ -104,17 +102,17 @@ class ModelCaches:
 
     @property
     def forgets(self) -> bool:
-        """Whether one of the caches has room for a window and for a pass alone."""
+        """Whether one of the caches has room only for a window and a pass."""
         return any(_reach(cache) is not None for cache in self.tops)
 
     def kept(self, kind: Kind) -> int | None:
-        """How many tokens of a sequence the cache of a kind keeps; None: all."""
+        """The number of tokens of a sequence that a kind's cache keeps; None: all."""
         reach = _reach(self.caches[kind])
         return None if reach is None else reach + max(1, kind.window)
 
 
 def _reach(cache: object) -> int | None:
-    """How far back a cache reaches whose tokens leave it by themselves."""
+    """How far back a cache with automatic eviction reaches."""
     return cache.reach if isinstance(cache, SlidingWindowCache) else None
 
 
@@ -125,7 +123,7 @@ def _attention(kind: Kind, lookback: int, shift: ShiftFunction | None) -> Causal
 
 
 def batch_of_rows(sequences: Sequence[int | None], begins: Sequence[int], counts: Sequence[int]) -> Batch:
-    """Tokens row by row: of row i those at ``[begins[i], begins[i] + counts[i])``, which may be none."""
+    """A batch of the tokens at ``[begins[i], begins[i] + counts[i])`` of each row i; a row may have none."""
     count = counts[0]
     if all(other == count for other in counts):
         if count == 1:

@@ -1,4 +1,4 @@
-"""A cache of entries that each stand for several tokens, beside caches of the tokens themselves."""
+"""A cache of entries that each represent several tokens, used with caches of the tokens themselves."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ __all__ = ["CompressedCache"]
 class CompressedCache(PreparedCalls[AttentionSnapshot]):
     """Entries of ``rate`` tokens each, as a part of a WrapperCache whose positions count tokens.
 
-    Entry w stands for tokens ``[w * rate, (w + 1) * rate)`` and is stored in the pass that brings the last of
-    them (DeepSeek-AI, "DeepSeek-V4", 2026, section 2.3)::
+    Entry w represents tokens ``[w * rate, (w + 1) * rate)`` and is stored in the pass with the last of them
+    (DeepSeek-AI, "DeepSeek-V4", 2026, section 2.3)::
 
         rate 4, tokens  0 1 2 3 | 4 5 6 7 | 8 9      10 tokens, 2 entries
         entries               0         1
 
-    ``entries`` holds them at positions w; K and V are put into and read from it. Tokens that come back after
-    a ``remove`` bring their entries again. Nothing is removed from the middle, and snapshots begin at 0.
+    ``entries`` stores them at positions w; K and V are put into and read from it. Tokens computed again after
+    a ``remove`` store their entries again. Nothing can be removed from the middle, and snapshots begin at 0.
     """
 
     def __init__(self, rate: int) -> None:
         super().__init__()
         self.rate, self.entries = rate, CausalCache()
         self._starts = False
-        """Whether the last pass closes a window."""
+        """Whether the last pass completes an entry."""
 
     def init(
         self, backend: ml.Backend, dtype: CacheDType, max_sequences: int, capacity: int, max_batch: int
@@ -48,7 +48,7 @@ class CompressedCache(PreparedCalls[AttentionSnapshot]):
         return self.entries.prepare_set_config(config)
 
     def start_forward(self, ctx: ml.Context, batch: Batch, reserve: bool = False) -> None:
-        """Find room for the entries whose last tokens the batch has; there may be none."""
+        """Find room for the entries completed by the batch; there may be none."""
         positions, sequences = np.asarray(batch.positions), np.asarray(batch.sequences)
         last = (positions + 1) % self.rate == 0
         if last.any():
@@ -73,7 +73,7 @@ class CompressedCache(PreparedCalls[AttentionSnapshot]):
     def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]:
         if end is not None:
             raise NotSupportedError(
-                f"remove: [{begin}, {end}) of sequence {seq}: entries stand for {self.rate} tokens each; "
+                f"remove: [{begin}, {end}) of sequence {seq}: each entry represents {self.rate} tokens; "
                 "remove the end only"
             )
         return self.entries.prepare_remove(seq, begin // self.rate)
@@ -91,9 +91,9 @@ class CompressedCache(PreparedCalls[AttentionSnapshot]):
         """The entries of tokens ``[0, end)``; None: all."""
         if begin:
             self._cannot("snapshot", f"from {begin}")
-        found = self.entries.snapshot(seq, 0, None if end is None else end // self.rate)
-        found.end = found.end * self.rate if end is None else end  # as of the caches beside it
-        return found
+        snapshot = self.entries.snapshot(seq, 0, None if end is None else end // self.rate)
+        snapshot.end = snapshot.end * self.rate if end is None else end  # in tokens, like the other caches
+        return snapshot
 
     def prepare_restore_snapshot(
         self, seq: int, snapshot: AttentionSnapshot, target: int | None = None
@@ -111,7 +111,7 @@ class CompressedCache(PreparedCalls[AttentionSnapshot]):
         self._cannot("split", f"at {at}")
 
     def _cannot(self, op: str, what: str) -> NoReturn:
-        raise NotSupportedError(f"{op}: {what}: entries stand for {self.rate} tokens each")
+        raise NotSupportedError(f"{op}: {what}: each entry represents {self.rate} tokens")
 
     def settings(self) -> dict[str, object]:
         return {"kind": type(self).__name__, "rate": self.rate, "entries": self.entries.settings()}

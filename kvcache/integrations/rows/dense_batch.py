@@ -1,9 +1,9 @@
 """Several sequences read as one tensor, for models whose attention has a batch axis.
 
-``get`` and ``attend`` give each sequence its own cells. A runtime with a batch axis wants
-(sequences, heads, tokens, dim) instead. Where the cells lie at even distances in the buffers, as they do when
-the sequences grow from their homes, that is one strided view; else they are gathered. Each is in the order of
-positions from column 0 on; shorter ones are followed by columns that nobody sees::
+``get`` and ``attend`` read cells of one buffer. A runtime with a batch axis needs (sequences, heads, tokens,
+dim) instead. If the sequences' runs of cells are evenly spaced in the buffers, as they are when sequences
+grow from their homes, this is one strided view; otherwise the cells are gathered. Each sequence is in the
+order of positions from column 0; columns after the end of shorter ones are hidden::
 
     sequence 0   0 1 2 3 4        columns 0 to 4
     sequence 1   0 1 2 . .        a query at 2 sees columns [0, 3)
@@ -41,18 +41,17 @@ class HasEncoderOutput(Protocol):
     """A cache of encoder outputs, as EncoderCache is."""
 
     def encoder_output(self, seq: int, layer: int) -> tuple[ml.Tensor, ml.Tensor] | None:
-        """K (length, kv_heads, head_dim) and V of a sequence in a layer; None where nothing is stored."""
+        """K (length, kv_heads, head_dim) and V of a sequence in a layer; None if nothing is stored."""
 
 
 class DenseBatch:
-    """What ``sequences`` hold from position ``begin`` on, as it lies now, for reading any layer.
+    """The content of ``sequences`` from position ``begin`` on, at its current cells, for reading any layer.
+    All sequences must have every position from ``begin`` to the same end. With ``uneven`` they may differ,
+    and None is an empty sequence; columns past the end of a row are unspecified.
 
-    All of them hold every position from there to the same end. With ``uneven`` each holds what it holds, and
-    None stands for one that holds nothing; what lies in columns past the end of a row is unspecified.
-
-    The reading is good until the next change of one of the sequences; tensors that it gave alias the cache
-    where ``is_view``, and are gathered copies else. ``unwritten`` lets ``read`` give what nothing was put
-    into, too. Raises InvalidRangeError where the sequences do not end together or lack a position.
+    It is valid until one of the sequences changes. Its tensors alias the cache if ``is_view``, else they are
+    gathered copies. ``unwritten`` lets ``read`` return cells that nothing was put into. Raises
+    InvalidRangeError if the sequences have different ends or lack a position.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class DenseBatch:
             self.tokens = self.end - begin
             self._check_even(sequences)
         self.even: tuple[int, int] | None = None
-        """The first cell, and the distance of the rows in cells, if they are runs so arranged."""
+        """The first cell and the distance between rows in cells, if the rows are evenly spaced runs."""
         if all(row.contiguous or is_run(own) for row, own in zip(self.rows, self._cells, strict=True)):
             self.even = self._distances(table.cells)
 
@@ -104,7 +103,7 @@ class DenseBatch:
 
     @cached_property
     def _index(self) -> HostArray:
-        """The cells of all columns; where a row has ended, some cell."""
+        """The cells of all columns; past the end of a row, an arbitrary cell."""
         cells = np.zeros((len(self._cells), self.tokens), dtype=np.int64)
         for line, own in zip(cells, self._cells, strict=True):
             line[: own.size] = own
@@ -112,13 +111,13 @@ class DenseBatch:
 
     @property
     def is_view(self) -> bool:
-        """Whether reading copies nothing: one strided view of the buffers (of plain storage)."""
+        """Whether reading copies nothing: it is one strided view of the buffers, in a plain format."""
         return self.even is not None
 
     def read(self, ctx: ml.Context, layer: int) -> tuple[ml.Tensor, ml.Tensor]:
         """K (sequences, kv_heads, tokens, head_dim) and V (sequences, kv_heads, tokens, v_dim) of a layer.
 
-        Quantized storage is read back as the dtype of what was put. A strided view is read-only where
+        Quantized storage is dequantized to the dtype of the tensors put. A strided view is read-only if
         sequences share cells.
         """
         buffers = self._storage.readable("DenseBatch", layer, self._checked, self.begin)
@@ -128,25 +127,26 @@ class DenseBatch:
         return buffers.gather_batch(ctx, self._index.on(ctx), *shape, heads_first=True)
 
     def read_extra(self, ctx: ml.Context, layer: int, name: str) -> ml.Tensor | None:
-        """An extra of a layer, (sequences, tokens, numbers) in its own dtype; None where it stores none.
-
-        A view or a copy as of ``read``.
+        """An extra of a layer, (sequences, tokens, numbers) in its own dtype; None if it stores none. A view
+        or a copy, as for ``read``.
         """
         buffers = self._storage.buffers.get(layer)
         if buffers is None or name not in buffers.extra:
             return None
         buffer, shape = buffers.extra[name], (len(self._cells), self.tokens)
         if self.even is not None:
-            found = buffer.read_batch(ctx, *self.even, *shape)
+            extra = buffer.read_batch(ctx, *self.even, *shape)
         else:
-            found = buffer.gather_batch(ctx, self._index.on(ctx), *shape)
-        return found.reshape(ctx, *shape, buffer.dim)
+            extra = buffer.gather_batch(ctx, self._index.on(ctx), *shape)
+        return extra.reshape(ctx, *shape, buffer.dim)
 
 
 def _rows_of(table: CellTable, sequences: Sequence[int | None]) -> list[Row]:
-    """The rows of these sequences, an empty one for None; refuses none at all, unknown and lost sequences."""
+    """The rows of these sequences, an empty one for None. Refuses an empty list, and unknown and lost
+    sequences.
+    """
     if not sequences:
-        raise InvalidRangeError("DenseBatch: no sequences given; it must read at least one")
+        raise InvalidRangeError("DenseBatch: no sequences; it must read at least one")
     for seq in sequences:
         if seq is None:
             continue
@@ -161,16 +161,15 @@ def _rows_of(table: CellTable, sequences: Sequence[int | None]) -> list[Row]:
 def read_encoded(
     ctx: ml.Context, cache: HasEncoderOutput, layer: int, sequences: Sequence[int]
 ) -> tuple[ml.Tensor, ml.Tensor]:
-    """K (sequences, kv_heads, length, head_dim) and V of what an encoder gave for several sequences.
-
-    A view for one sequence, else a copy. OrderError where one has none, InvalidRangeError where the
-    outputs differ in length.
+    """K (sequences, kv_heads, length, head_dim) and V of the encoder outputs of several sequences. A view for
+    one sequence, else a copy. Raises OrderError if one has none, InvalidRangeError if the outputs differ in
+    length.
     """
-    found = {seq: pair for seq in sequences if (pair := cache.encoder_output(seq, layer)) is not None}
-    missing = [seq for seq in sequences if seq not in found]
+    outputs = {seq: pair for seq in sequences if (pair := cache.encoder_output(seq, layer)) is not None}
+    missing = [seq for seq in sequences if seq not in outputs]
     if missing:
         raise OrderError(f"read_encoded: sequences {missing} have no encoder output in layer {layer}")
-    pairs = [found[seq] for seq in sequences]
+    pairs = [outputs[seq] for seq in sequences]
     lengths = {key.shape[0] for key, _ in pairs}
     if len(lengths) != 1:
         raise InvalidRangeError(f"read_encoded: encoder outputs of {sorted(lengths)} positions in one read")
@@ -178,7 +177,7 @@ def read_encoded(
 
 
 def _stacked(ctx: ml.Context, parts: Sequence[ml.Tensor]) -> ml.Tensor:
-    """(length, heads, dim) each, as (parts, heads, length, dim)."""
+    """Parts (length, heads, dim), stacked to (parts, heads, length, dim)."""
     whole = parts[0].reshape(ctx, 1, *parts[0].shape)
     for part in parts[1:]:
         whole = whole.concat(ctx, part.reshape(ctx, 1, *part.shape), 0)

@@ -1,11 +1,10 @@
-"""A model of a foreign runtime under the engine: how its calls are cut from a pass, and how that is chosen.
-
+"""A foreign runtime's model under the engine: how a pass is divided into calls, and how the layout is chosen.
 The engine starts a pass over tokens of many sequences; the model is called with all of them, or with some at
-a time, laid out in one of three ways (``Layout``)::
+a time, in one of three layouts (``Layout``)::
 
-    PACKED   all tokens in one call        a a a b c c     attention tells the sequences apart
+    PACKED   all tokens in one call        a a a b c c     attention separates the sequences
     ROWS     sequences of equal length     a a | b b       so do convolutions and recurrences
-    ALONE    one sequence after another    a a a, b, c c   and whatever else a model does by itself
+    ALONE    one sequence after another    a a a, b, c c   as does everything else in the model
 """
 
 from __future__ import annotations
@@ -26,19 +25,21 @@ from kvcache.storage.layer_shape import LayerShape
 __all__ = ["LOOKBACK", "UNLIMITED", "DrivenModel", "Layout", "Sizes", "positions_in"]
 
 LOOKBACK = 64
-"""Tokens that windows keep beside what they show, so that as many drafted ones can be taken back."""
+"""Tokens that windows keep beyond what they show, so that many drafted ones can be removed."""
 UNLIMITED = 1 << 24
 _CHECKPOINTS, _INTERVAL = 24, 256
-"""Of recurrent states: how many are kept of a sequence, and one every so many tokens."""
+"""For recurrent states: the number of checkpoints of a sequence, and the tokens between them."""
 _TOLERANCES = {ml.DType.F32: 1e-3, ml.DType.F16: 0.03, ml.DType.BF16: 0.15}
-"""How far logits may be from those of the model alone, relative to the largest: sums have other orders."""
+"""The allowed error of logits relative to the largest, compared with the model alone: the order of sums
+differs.
+"""
 _TEXTS = ((5, 9, 4, 12, 7, 3), (7, 3, 11, 6, 8))
 _PASSES = (((0, 3), (0, 2)), ((3, 5), (2, 3)), ((5, 6), (3, 4)), ((6, 6), (4, 5)))
-"""Of these two texts, begin and end in each pass."""
+"""Begin and end of each of two texts in each pass."""
 
 
 class Layout(enum.Enum):
-    """How the tokens of a pass are laid out for the model: the value says what a call has."""
+    """The layout of a pass's tokens for the model; the value describes a call."""
 
     PACKED = "all sequences of a pass in one row"
     ROWS = "sequences with as many tokens each as rows"
@@ -47,14 +48,16 @@ class Layout(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the engine asks of a model's config: asked of the model's own, or found by trying."""
+    """What the engine needs from a model's config: read from the config, or determined by running the
+    model.
+    """
 
     vocab_size: int
     max_positions: int
     eos_ids: tuple[int, ...]
     cached_layers: Mapping[int, LayerShape]
     windows: Mapping[int, int]
-    """By layer, how many tokens of a sequence a window keeps."""
+    """By layer, the number of tokens of a sequence that a window keeps."""
     states: int
     """Bytes of the recurrent states of one sequence."""
 
@@ -72,15 +75,15 @@ class DrivenModel(ABC):
     starts_passes: Literal[True] = True
     backend: ml.Backend
     dtype: ml.DType
-    """What the model computes in."""
+    """The dtype in which the model computes."""
     layout = Layout.PACKED
-    """How the tokens of a pass are given to the model."""
+    """The layout of a pass's tokens for the model."""
     parts_outputs = False
-    """Whether tokens whose logits nobody asks for have calls of their own, which compute none."""
+    """Whether tokens without requested logits have separate calls that compute no logits."""
 
     @abstractmethod
     def make_cache(self) -> Any:
-        """A cache for the model's layers, still to be bound by ``init``."""
+        """A cache for the model's layers, not yet bound by ``init``."""
 
     @abstractmethod
     def call(
@@ -88,21 +91,20 @@ class DrivenModel(ABC):
         outputs: np.ndarray,
     ) -> ml.Tensor:  # fmt: skip
         """Logits F32 (outputs, vocabulary) of one call of the model, which begins a pass of the cache.
-
-        ``ids``: an array of the host, or a tensor I32, like ``positions`` and ``sequences`` of the tokens.
+        ``ids``: a host array or an I32 tensor, like the tokens' ``positions`` and ``sequences``.
         """
 
     def forward(self, ctx: ml.Context, batch: Batch, cache: Cache) -> ml.Tensor:
         """Logits F32 (len(batch.outputs), vocab_size) of the rows in ``batch.outputs``; None: of all.
 
-        ``batch.inputs`` are token ids. Each call of the model is a pass of the cache, which is begun here.
+        ``batch.inputs`` are token ids. Each call of the model is a pass of the cache, begun here.
         """
         positions, sequences = np.asarray(batch.positions), np.asarray(batch.sequences)
         outputs = np.arange(len(positions)) if batch.outputs is None else np.asarray(batch.outputs, np.int64)
         inputs: Any = batch.inputs
         on_device = hasattr(inputs, "native")
         ids: Any = inputs if on_device else np.asarray(inputs, np.int64)
-        found: list[ml.Tensor] = []
+        logits_of_calls: list[ml.Tensor] = []
         places: list[np.ndarray] = []
         for chosen in self._calls(positions, sequences, outputs):
             there = np.flatnonzero(np.isin(outputs, chosen))
@@ -111,17 +113,17 @@ class DrivenModel(ABC):
             own = ids.rows(ctx, chosen.tolist()) if on_device else ids[chosen]
             logits = self.call(ctx, cache, own, positions[chosen], sequences[chosen], wanted)
             if len(there) == len(outputs):
-                found, places = [logits], [there]
+                logits_of_calls, places = [logits], [there]
             elif len(there):
-                found.append(logits)
+                logits_of_calls.append(logits)
                 places.append(there)
-        if len(found) == 1:
-            return found[0]
-        joined = functools.reduce(lambda before, more: before.concat(ctx, more, 0), found)
+        if len(logits_of_calls) == 1:
+            return logits_of_calls[0]
+        joined = functools.reduce(lambda before, more: before.concat(ctx, more, 0), logits_of_calls)
         return joined.rows(ctx, np.argsort(np.concatenate(places)).tolist())
 
     def _calls(self, positions: np.ndarray, sequences: np.ndarray, outputs: np.ndarray) -> list[np.ndarray]:
-        """Which of a pass's tokens each call of the model has, in their order."""
+        """The indices of a pass's tokens in each call of the model, in order."""
         if self.layout is Layout.PACKED and not self.parts_outputs:
             return [np.arange(len(positions))]
         order, first = np.unique(sequences, return_index=True)
@@ -138,25 +140,24 @@ class DrivenModel(ABC):
         return [np.concatenate(calls[key]) for key in sorted(calls, key=lambda key: key[0])]
 
     def _steps(self, run: np.ndarray, positions: np.ndarray, asked: np.ndarray) -> Iterable[np.ndarray]:
-        """The tokens of one sequence, parted where the model takes them in calls that follow one another."""
+        """The tokens of one sequence, divided if the model needs them in successive calls."""
         first = int(asked.argmax()) if asked.any() else len(run)
         return [run[:first], run[first:]] if self.parts_outputs and 0 < first < len(run) else [run]
 
-    # How it is driven.
+    # Choosing a layout.
 
     @abstractmethod
     def without(self, text: Sequence[int]) -> np.ndarray:
-        """Logits (tokens, vocabulary) of a text, computed in one pass and without any cache of ours."""
+        """Logits (tokens, vocabulary) of a text, computed in one pass without our caches."""
 
     @abstractmethod
     def sizes(self, cache: Any, vocabulary: int) -> Sizes:
-        """The sizes of the model, whose cache has had a few tokens."""
+        """The sizes of the model, determined after a few tokens in its cache."""
 
     def settled(self, ways: Iterable[object], name: str, instead: str) -> Sizes:
-        """Find a way in which the model ``name`` gives what it gives alone; its sizes.
-
-        Drawing one of ``ways`` has the model driven so. Raises NotSupportedError where it is none of them,
-        and says what to do ``instead``.
+        """Find a way to run the model ``name`` with the same results as alone; returns its sizes. Each item
+        drawn from ``ways`` configures the model. Raises NotSupportedError, with the advice ``instead``, if
+        none of them works.
         """
         expected = [self.without(text) for text in _TEXTS]
         refusals: list[str] = []
@@ -197,13 +198,13 @@ class DrivenModel(ABC):
 
 
 def positions_in(config: Any) -> int:
-    """How many positions a config says that there are; as good as unlimited where it says nothing."""
+    """The number of positions in a config; practically unlimited if it has none."""
     for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length"):
-        if isinstance(found := getattr(config, name, None), int) and found > 0:
-            return found
+        if isinstance(positions := getattr(config, name, None), int) and positions > 0:
+            return positions
     return UNLIMITED
 
 
 def _first_line(error: Exception) -> str:
-    told = (str(error).strip() or "it says nothing").splitlines()[0]
-    return told if isinstance(error, KVCacheError | ml.MLError) else f"{type(error).__name__}: {told}"
+    text = (str(error).strip() or "it says nothing").splitlines()[0]
+    return text if isinstance(error, KVCacheError | ml.MLError) else f"{type(error).__name__}: {text}"

@@ -1,4 +1,4 @@
-"""Which sequences of one model's caches are in use, and by whom: by rows of batches."""
+"""Which sequences of one model's caches are in use, and by which rows of batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ClaimedRows", "Sequences", "SharedSequence"]
 
 
 class SharedSequence:
-    """A sequence, shared by all who claim it; ``seq`` is None until something is stored."""
+    """A sequence, shared by all claims to it; ``seq`` is None until something is stored."""
 
     __slots__ = ("_retired", "claims", "seq")
 
@@ -22,10 +22,10 @@ class SharedSequence:
         self.claims = 0
 
     def release(self) -> None:
-        """Give up one claim; with the last one the sequence may be used again."""
+        """Release one claim; after the last one, the sequence can be reused."""
         self.claims -= 1
         if not self.claims and self.seq is not None:
-            self._retired.append(self.seq)  # emptied later: this may run in the middle of a pass
+            self._retired.append(self.seq)  # emptied later: this may run during a pass
             self.seq = None
 
 
@@ -37,7 +37,7 @@ class ClaimedRows:
         self.replace_all(claimed)
 
     def replace_all(self, sequences: Iterable[SharedSequence]) -> None:
-        """Rows of these sequences instead; the last claim to one of the others ends after all are claimed."""
+        """Replace the rows' sequences; old claims are released after all new ones are made."""
         before, self.claimed = self.claimed, [*sequences]
         for one in self.claimed:
             one.claims += 1
@@ -45,58 +45,58 @@ class ClaimedRows:
             one.release()
 
     def swap(self, row: int, new: SharedSequence) -> None:
-        """Another sequence for one row."""
+        """Replace the sequence of one row."""
         new.claims += 1
         self.claimed[row].release()
         self.claimed[row] = new
 
 
 class Sequences:
-    """Sequences ``[0, max_sequences)`` of ``cache``. One that nobody claims is emptied and used again."""
+    """Sequences ``[0, max_sequences)`` of ``cache``. A sequence without claims is emptied and reused."""
 
     def __init__(self, max_sequences: int, cache: Any) -> None:
         self.max_sequences, self.cache = max_sequences, cache
         self.given_away = False
-        """Whether somebody else owns the sequences."""
+        """Whether another object owns the sequences."""
         self._free = list(range(max_sequences))
-        """A heap: the lowest goes first, so that rows which begin together lie side by side."""
+        """A heap: the lowest is used first, so that rows that begin together are adjacent."""
         self._retired: list[int] = []
 
     @property
     def free(self) -> int:
-        """How many sequences nobody holds."""
+        """The number of free sequences."""
         return len(self._free) + len(self._retired)
 
     @property
     def taken(self) -> list[int]:
-        """The sequences that somebody holds."""
+        """The sequences in use."""
         return sorted({*range(self.max_sequences)} - {*self._free} - {*self._retired})
 
     def give_away(self) -> None:
-        """Leave all sequences to somebody else, who has them adopted one by one."""
+        """Hand all sequences to another owner, which has them adopted one by one."""
         self._free.clear()
         self.given_away = True
 
     def lent(self, seq: int) -> SharedSequence:
-        """A sequence of somebody else's, who empties it."""
+        """A sequence with another owner, which empties it."""
         return SharedSequence([], seq)
 
     def hold(self) -> SharedSequence:
-        """A claimable sequence with nothing in it, which takes up no room yet."""
+        """A new, empty sequence to claim, which takes no room yet."""
         return SharedSequence(self._retired)
 
-    def occupy(self, held: SharedSequence) -> None:
-        """Give ``held`` a sequence, where it has none."""
-        if held.seq is None:
-            held.seq = self._take()
+    def occupy(self, claim: SharedSequence) -> None:
+        """Assign a sequence to ``claim`` if it has none."""
+        if claim.seq is None:
+            claim.seq = self._take()
 
-    def fork(self, held: SharedSequence, length: int) -> SharedSequence:
-        """A sequence of one's own that shares the first ``length`` tokens of ``held``: no copy."""
+    def fork(self, claim: SharedSequence, length: int) -> SharedSequence:
+        """A separate sequence that shares the first ``length`` tokens of ``claim`` without a copy."""
         new = self.hold()
-        if held.seq is not None and length:
+        if claim.seq is not None and length:
             seq = self._take()
             try:
-                self.cache.copy_prefix(held.seq, seq, length)
+                self.cache.copy_prefix(claim.seq, seq, length)
             except BaseException:
                 heapq.heappush(self._free, seq)
                 raise
@@ -108,7 +108,7 @@ class Sequences:
         self.cache.remove(seq, length)
 
     def reclaim(self) -> None:
-        """Empty the sequences that nobody holds any more."""
+        """Empty the sequences without claims."""
         while self._retired:
             seq = self._retired.pop()
             self.cut(seq, 0)

@@ -1,4 +1,4 @@
-"""Our stores behind SGLang: a storage backend of its hierarchical cache, named in launch flags.
+"""These stores behind SGLang: a storage backend of its hierarchical cache, named in launch flags.
 
 ::
 
@@ -8,8 +8,8 @@
             "backend_name": "kvcache", "module_path": "kvcache.integrations.sglang",
             "class_name": "HiCacheStore", "interface_v1": 1, "store": "file:///var/cache/kv?budget=100GiB"}'
 
-``storage`` is what SGLang loads, and imports it; ``host_pages`` imports PyTorch. Pages are named, written,
-read and found without either: ``page_store``.
+SGLang loads ``storage``, which imports it; ``host_pages`` imports PyTorch. ``page_store`` names, writes,
+reads and finds pages without either.
 """
 
 from __future__ import annotations

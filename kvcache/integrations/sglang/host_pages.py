@@ -1,4 +1,4 @@
-"""The pages of SGLang's host pools as bytes: in place where a pool says where they lie, else copied."""
+"""The pages of SGLang's host pools as bytes: in place if a pool exposes their addresses, else copied."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["FlatPages", "HostPages", "as_bytes", "page_size", "pages_of"]
 
 
 class _PagesInPlace:
-    """Pages, each of some consecutive slots, whose parts are runs of bytes of the pool's memory."""
+    """Pages of consecutive slots, whose parts are runs of bytes in the pool's memory."""
 
     form = "in place"
-    """Says in what order a page's bytes stand."""
+    """The name of the order of a page's bytes."""
 
     def __init__(self, pool: Any, sizes: tuple[int, ...]) -> None:
-        """``sizes``: bytes by part of a page."""
+        """``sizes``: the bytes of each part of a page."""
         self._pool, self.sizes = pool, sizes
 
     def split(self, indices: torch.Tensor, count: int) -> Sequence[Any]:
-        """The places of ``count`` pages; ``indices`` (count * page size,) are their slots."""
+        """The addresses of ``count`` pages; ``indices`` (count * page size,) are their slots."""
         _check_count(self._pool, indices, count)
         addresses, sizes = self._pool.get_page_buffer_meta(indices)
         parts = len(self.sizes)
@@ -38,17 +38,19 @@ class _PagesInPlace:
         return [addresses[i * parts : (i + 1) * parts] for i in range(count)]
 
     def source(self, place: Any) -> Sequence[np.ndarray]:
-        """A page's parts as they are, uint8 (bytes,) each; ``target``: to be written, and ``filled`` then."""
+        """A page's current parts, each uint8 (bytes,). ``target``: arrays to write, then to pass to
+        ``filled``.
+        """
         return [_memory(address, size) for address, size in zip(place, self.sizes, strict=True)]
 
     target = source
 
     def filled(self, place: Any, parts: Sequence[np.ndarray]) -> None:
-        """Have the pool hold what ``target`` was filled with."""
+        """Store the content of a filled ``target`` in the pool."""
 
 
 class FlatPages:
-    """Pages that the pool copies out of its memory, and into it."""
+    """Pages that the pool copies from and to its memory."""
 
     form = "flat"
 
@@ -76,7 +78,7 @@ HostPages: TypeAlias = _PagesInPlace | FlatPages
 
 
 def pages_of(pool: Any) -> HostPages:
-    """How the pages of a pool are reached. Its layout decides whether they lie in runs."""
+    """The accessor of a pool's pages, chosen by its layout."""
     try:
         _, sizes = pool.get_page_buffer_meta(torch.arange(page_size(pool)))
     except (AttributeError, ValueError, NotImplementedError):
@@ -85,13 +87,13 @@ def pages_of(pool: Any) -> HostPages:
 
 
 def as_bytes(page: torch.Tensor) -> np.ndarray:
-    """A flat page as uint8 (bytes,): its own memory where that is contiguous, as SGLang's pages are."""
-    found: np.ndarray = page.contiguous().view(torch.uint8).reshape(-1).numpy()
-    return found
+    """A flat page as uint8 (bytes,), without a copy if it is contiguous, as SGLang's pages are."""
+    raw: np.ndarray = page.contiguous().view(torch.uint8).reshape(-1).numpy()
+    return raw
 
 
 def page_size(pool: Any) -> int:
-    """Slots that a page takes."""
+    """The number of slots of a page."""
     return int(getattr(pool, "logical_page_size", None) or getattr(pool, "page_size", 1) or 1)
 
 

@@ -1,4 +1,6 @@
-"""Which model computes SGLang's pages, and which part of them this rank holds; imports no SGLang."""
+"""Identifies the model that computes SGLang's pages, and this rank's share of them; does not import
+SGLang.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,14 @@ _CHANGES = (
     "quantization", "quantization_param_path", "modelopt_quant", "rl_quant_profile", "model_impl",
     "json_model_override_args", "decrypted_config_file", "model_loader_extra_config", "mm_process_config",
 )  # fmt: skip
-"""Server arguments that change K and V beside the model's files and its dtype."""
+"""Server arguments that change K and V in addition to the model's files and dtype."""
 _UNSET = ("None", "", "auto", "{}")
 
 
 def identity_of_server(args: Any, adapters: Sequence[Any] = ()) -> dict[str, Any]:
-    """JSON-able: a digest of the model's files, and what else ``ServerArgs`` say about its K and V.
-
-    So is a digest of each of the LoRA ``adapters``: SGLang tells them apart by names and paths alone.
-    Raises UnknownModelError where no files tell which weights are loaded.
+    """JSON-able: a digest of the model's files, everything else in ``ServerArgs`` that changes K and V, and a
+    digest of each of the LoRA ``adapters``, which SGLang distinguishes only by name and path. Raises
+    UnknownModelError if no files identify the loaded weights.
     """
     dummy = args is not None and str(getattr(args, "load_format", "auto")).lower().endswith("dummy")
     path = None
@@ -38,16 +39,16 @@ def identity_of_server(args: Any, adapters: Sequence[Any] = ()) -> dict[str, Any
         revision = getattr(args, "speculative_draft_model_revision", None)
         changes["speculative_draft_model"] = _weights("draft model", draft, revision)
     lora = {adapter.lora_name: _weights("adapter", adapter.lora_path) for adapter in adapters}
-    found = {"files": files_digest(path), "dtype": str(args.dtype), "sglang": changes, "lora": lora}
-    return {name: value for name, value in found.items() if value}
+    identity = {"files": files_digest(path), "dtype": str(args.dtype), "sglang": changes, "lora": lora}
+    return {name: value for name, value in identity.items() if value}
 
 
 def _weights(what: str, path: str, revision: str | None = None) -> str:
     folder = model_folder(path, revision)
-    found = folder and weights_digest(str(folder))
-    if not found:
+    digest = folder and weights_digest(str(folder))
+    if not digest:
         raise _unknown(f"the {what} {path!r}")
-    return found
+    return digest
 
 
 def _unknown(what: str) -> UnknownModelError:
@@ -55,10 +56,9 @@ def _unknown(what: str) -> UnknownModelError:
 
 
 def share_of(config: Any, replicated: bool) -> dict[str, str]:
-    """Which part of a page a rank of this ``HiCacheStorageConfig`` holds.
-
-    Ranks of tensor parallelism have heads of their own, unless what they hold is ``replicated``, as latents
-    are. Replicas of data parallelism hold the same.
+    """The part of a page that a rank of this ``HiCacheStorageConfig`` stores. Ranks of tensor parallelism
+    store different heads, unless the content is ``replicated``, as latents are. Data-parallel replicas store
+    the same.
     """
     parts = {
         "tensor_parallel": (0, 1) if replicated else (config.tp_rank, config.tp_size),

@@ -25,9 +25,8 @@ META = "sglang_page"
 
 @dataclass(frozen=True)
 class PageKind:
-    """The pages of a pool: ``settings`` (JSON-able) tell all they depend on, ``sizes`` bytes by part.
-
-    The settings are part of a page's name, so that a page of another layout is a miss.
+    """The pages of a pool: ``settings`` (JSON-able) describe everything they depend on, ``sizes`` are the
+    bytes of each part. The settings are part of a page's key, so that a page with another layout is a miss.
     """
 
     settings: Mapping[str, Any]
@@ -57,7 +56,9 @@ class PageStore:
         self._renamed = ""
 
     def rename(self) -> None:
-        """Name pages anew, so that nothing that was stored is found: the weights have changed, say."""
+        """Use new keys from now on, so that earlier pages are not found, for example after the weights have
+        changed.
+        """
         self._renamed = secrets.token_hex(16)
 
     def key(self, kind: PageKind, page: str) -> str:
@@ -65,7 +66,7 @@ class PageStore:
         return digest_of(kind.prefix, self._renamed, page)
 
     def leading(self, kind: PageKind, pages: Sequence[str]) -> int:
-        """How many leading pages are stored. They become the most recently used."""
+        """The number of leading pages that are stored. They become the most recently used."""
         return self._tier.prefix([self.key(kind, page) for page in pages])
 
     def stored(self, kind: PageKind, pages: Sequence[str]) -> list[bool]:
@@ -73,18 +74,22 @@ class PageStore:
         return self._tier.stored([self.key(kind, page) for page in pages])
 
     def write(self, kind: PageKind, page: str, parts: Sequence[np.ndarray]) -> bool:
-        """Store a page, uint8 (bytes,) by part, unless it is there; False: no store took it."""
+        """Store a page, uint8 (bytes,) per part, unless it is stored already; False if no store accepted
+        it.
+        """
         arrays = {str(i): part for i, part in enumerate(parts)}
         return self._tier.write(self.key(kind, page), SerializedSnapshot(kind.meta, arrays))
 
     def read(self, kind: PageKind, page: str, parts: Sequence[np.ndarray]) -> bool:
-        """Fill a page's parts, uint8 (bytes,) each. False: no store has it whole; they hold anything then."""
+        """Fill a page's parts, each uint8 (bytes,). False if no store has an intact copy; the parts are then
+        unspecified.
+        """
         key = self.key(kind, page)
         if any(_filled(reader, kind, parts) for reader in self._tier.readers(key)):
             return True
 
-        def copy(found: SerializedSnapshot) -> bool:
-            for part, array in zip(parts, _parts_of(found, kind), strict=True):
+        def copy(page: SerializedSnapshot) -> bool:
+            for part, array in zip(parts, _parts_of(page, kind), strict=True):
                 part[:] = array
             return True
 
@@ -92,7 +97,7 @@ class PageStore:
 
 
 def _filled(reader: Reader, kind: PageKind, parts: Sequence[np.ndarray]) -> bool:
-    """Whether the parts hold the page now, verified; if not, the copying way finds out what is wrong."""
+    """Whether the parts were filled and verified; if not, the copying path determines the error."""
     with contextlib.closing(reader):
         try:
             outline = read_outline(reader)
@@ -110,10 +115,10 @@ def _filled(reader: Reader, kind: PageKind, parts: Sequence[np.ndarray]) -> bool
 
 
 def _parts_of(page: SerializedSnapshot, kind: PageKind) -> Iterator[np.ndarray]:
-    found = [page.arrays.get(str(i)) for i in range(len(kind.sizes))]
+    parts = [page.arrays.get(str(i)) for i in range(len(kind.sizes))]
     right = [
         array
-        for array, size in zip(found, kind.sizes, strict=True)
+        for array, size in zip(parts, kind.sizes, strict=True)
         if array is not None and array.dtype == np.uint8 and array.shape == (size,)
     ]
     if page.meta != kind.meta or len(page.arrays) != len(right) or len(right) != len(kind.sizes):

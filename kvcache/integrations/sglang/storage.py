@@ -1,4 +1,6 @@
-"""What SGLang loads: ``HiCacheStorage`` (sglang/srt/mem_cache/hicache_storage.py) over our stores."""
+"""The class that SGLang loads: ``HiCacheStorage`` (sglang/srt/mem_cache/hicache_storage.py) over our
+stores.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,11 @@ log = logging.getLogger("kvcache")
 class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     """A tier of stores below SGLang's host memory.
 
-    SGLang calls it from threads of its own, which look up, read and write. A page that no store has, or that
-    is damaged, has failed, and SGLang computes it. A store that is out of reach is left alone for a while.
+    SGLang calls it from its own threads, to look up, read and write pages. Reading a missing or damaged page
+    fails, and SGLang computes it. An unreachable store is not used for a while.
 
-    Raises InvalidRangeError for an unknown option, StoreError where a store does not open,
-    UnknownModelError where nothing tells which weights are loaded.
+    Raises InvalidRangeError for an unknown option, StoreError if a store does not open, and UnknownModelError
+    if the loaded weights cannot be identified.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
@@ -65,10 +67,10 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         self._stats: dict[str, list[float]] = {name: [] for name in _STATS}
         log.info("HiCacheStore: pages go to %s", ", ".join(self._options.store))
 
-    # What SGLang calls to look up, read and write pages of the pools that it has registered.
+    # SGLang's calls to look up, read and write pages of its registered pools.
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many leading pages of K and V are stored."""
+        """The number of leading pages of K and V that are stored."""
         if self._is_logical():
             return len(keys)
         return self._store.leading(self._kind(PoolName.KV), keys)
@@ -82,7 +84,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """The longest prefix that every pool can restore, and all shorter ones that they can."""
+        """The longest prefix that every pool can restore, and all shorter ones."""
         pages = self.batch_exists(keys)
         hits = {PoolName.KV: pages} if pages else {}
         restorable = list(range(1, pages + 1))
@@ -98,36 +100,36 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Read pages of K and V into their slots; which of them are there now."""
+        """Read pages of K and V into their slots; returns which of them succeeded."""
         return self._move(PoolName.KV, keys, host_indices, self._read, "prefetch")
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Store pages of K and V out of their slots; which of them are stored now."""
+        """Store pages of K and V from their slots; returns which of them are stored."""
         return self._move(PoolName.KV, keys, host_indices, self._write, "backup")
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """As ``batch_get_v1``, of several pools."""
+        """As ``batch_get_v1``, for several pools."""
         return self._move_all(transfers, self._read)
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """As ``batch_set_v1``, of several pools."""
+        """As ``batch_set_v1``, for several pools."""
         return self._move_all(transfers, self._write)
 
     def _move_all(self, transfers: list[PoolTransfer], move: Callable[..., bool]) -> dict[str, list[bool]]:
         return {one.name: self._move(one.name, one.keys or [], one.host_indices, move) for one in transfers}
 
-    # Flat pages, which SGLang copies out of the pool and into it itself, without interface_v1.
+    # Flat pages, which SGLang itself copies from and to the pool, without interface_v1.
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
-        """The flat page ``target_location``, filled; None: it is not stored."""
-        found = self._store.read(self._flat_kind(target_location), key, [as_bytes(target_location)])
-        return target_location if found else None
+        """The flat page ``target_location``, filled; None if it is not stored."""
+        filled = self._store.read(self._flat_kind(target_location), key, [as_bytes(target_location)])
+        return target_location if filled else None
 
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
@@ -135,7 +137,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         return [self.get(key, target) for key, target in zip(keys, target_locations, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Store a flat page; False: no store took it."""
+        """Store a flat page; False if no store accepted it."""
         return self._store.write(self._flat_kind(value), key, [as_bytes(value)])
 
     def batch_set(
@@ -146,29 +148,28 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     # The rest.
 
     def clear(self) -> None:
-        """Find none of the pages that were stored so far; they stay in the stores until these need the room.
-
-        Other processes, and other ranks, go on finding theirs.
+        """Make all pages stored so far unfindable; stores drop them when they need room. Other processes and
+        ranks still find theirs.
         """
         self._store.rename()
 
     def get_stats(self) -> Any:
-        """SGLang's ``StorageMetrics`` of pages moved since the last call; None where it wants none."""
+        """SGLang's ``StorageMetrics`` of pages moved since the last call; None if metrics are disabled."""
         if not self.storage_config.enable_storage_metrics:
             return None
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
         with self._lock:
-            found, self._stats = self._stats, {name: [] for name in _STATS}
-        return StorageMetrics(**found)
+            stats, self._stats = self._stats, {name: [] for name in _STATS}
+        return StorageMetrics(**stats)
 
     def close(self) -> None:
-        """Let go of the stores. A second call does nothing."""
+        """Release the stores. A second call has no effect."""
         self._threads.shutdown()
         self._stores.close()
 
     def _is_logical(self) -> bool:
-        """Whether K and V have no memory of their own: then other pools hold all there is."""
+        """Whether K and V have no memory of their own, so that other pools hold everything."""
         return getattr(self.mem_pool_host, "kv_buffer", self) is None
 
     def _pool(self, name: Any) -> Any:
@@ -180,7 +181,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         return pool
 
     def _of_pool(self, name: Any) -> tuple[HostPages, PageKind]:
-        """How a pool's pages are reached, and what they are."""
+        """The accessor and the kind of a pool's pages."""
         pool = self._pool(name)
         known = self._pages.get(str(name))
         if known is None or known[0] is not pool:
@@ -197,7 +198,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
         return self._of_pool(name)[1]
 
     def _flat_kind(self, page: torch.Tensor) -> PageKind:
-        """That of the flat pages of K and V."""
+        """The kind of the flat pages of K and V."""
         pages = FlatPages(self._pool(PoolName.KV))
         nbytes = page.numel() * page.element_size()
         if (nbytes,) != pages.sizes:
@@ -208,7 +209,7 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
 
     def _settings(self, name: Any, pool: Any, pages: HostPages) -> dict[str, Any]:
         config, dtype = self.storage_config, getattr(pool, "dtype", None)
-        found = {
+        settings = {
             "model": dict(self._identity),
             "share": share_of(config, config.is_mla_model and name != PoolName.MAMBA),
             "pool": [str(name), type(pool).__name__, getattr(pool, "storage_format_tag", None)],
@@ -216,15 +217,15 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
             "dtype": str(dtype),
             "tokens": page_size(pool),
         }
-        if dtype is None or not dtype.is_floating_point:  # both kinds of FP8 are bytes to a pool
-            found["kv_cache_dtype"] = self._stored_as
+        if dtype is None or not dtype.is_floating_point:  # a pool stores both kinds of FP8 as bytes
+            settings["kv_cache_dtype"] = self._stored_as
         if config.pp_size > 1:
             cut = os.environ.get("SGLANG_PP_LAYER_PARTITION")
-            found["layers"] = [getattr(pool, f"{end}_layer", cut) for end in ("start", "end")]
-        return found
+            settings["layers"] = [getattr(pool, f"{end}_layer", cut) for end in ("start", "end")]
+        return settings
 
     def _restorable(self, transfer: PoolTransfer, keys: Sequence[str]) -> frozenset[int]:
-        """The lengths in pages, up to all of ``keys``, that a pool can serve."""
+        """The prefix lengths in pages, up to all of ``keys``, that a pool can restore."""
         kind = self._kind(transfer.name)
         if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
             return frozenset(range(1, self._store.leading(kind, keys) + 1))
@@ -241,11 +242,13 @@ class HiCacheStore(HiCacheStorage):  # type: ignore[misc]
     def _move(
         self, name: Any, keys: Sequence[str], indices: Any, move: Callable[..., bool], what: str = ""
     ) -> list[bool]:
-        """Move pages by several threads; none is begun after one that failed, as only a run is of use."""
+        """Move pages in several threads; none is started after a failure, since only a leading run is
+        useful.
+        """
         if not keys or (name == PoolName.KV and self._is_logical()):
             return [True] * len(keys)
         if indices is None:
-            log.error("HiCacheStore: %s: no slots are given for %d pages", name, len(keys))
+            log.error("HiCacheStore: %s: no slots for %d pages", name, len(keys))
             return [False] * len(keys)
         begun = time.perf_counter()
         pages, kind = self._of_pool(name)
@@ -285,7 +288,7 @@ _STATS = ("prefetch_pgs", "backup_pgs", "prefetch_bandwidth", "backup_bandwidth"
 
 
 def _server() -> tuple[Any, Sequence[Any]]:
-    """The server's arguments, and the adapters it starts with; None: no server runs in this process."""
+    """The server's arguments, and its initial adapters; None if no server runs in this process."""
     from sglang.srt.runtime_context import get_lora, get_server_args
 
     try:
@@ -296,7 +299,7 @@ def _server() -> tuple[Any, Sequence[Any]]:
 
 
 def _kv_cache_dtypes() -> list[str | None]:
-    """What the server stores K and V as, the model's and a draft model's; empty: no server runs here."""
+    """The server's dtypes of K and V, for the model and a draft model; empty if no server runs here."""
     from sglang.srt.runtime_context import get_model, get_spec
 
     try:

@@ -1,9 +1,9 @@
-"""Our caches as the key-value cache of Hugging Face transformers.
+"""These caches as the key-value cache of Hugging Face transformers.
 
-``HFCache(model.config)`` goes where a ``DynamicCache`` goes, ``HFStaticCache`` where fixed shapes are
-wanted; ``install()`` makes plain ``generate()`` use them. ``TransformersModel(model)`` is a model for our
-engine. To import this package registers
-``attn_implementation="kvcache"``, with which attention reads the cache itself.
+``HFCache(model.config)`` replaces a ``DynamicCache``, ``HFStaticCache`` a ``StaticCache`` of fixed shapes;
+``install()`` makes plain ``generate()`` use them. ``TransformersModel(model)`` is a model for our engine.
+Importing this package registers ``attn_implementation="kvcache"``, with which attention reads the cache
+itself.
 """
 
 from kvcache.integrations.transformers import versions  # noqa: F401, I001  # first: it refuses what cannot work

@@ -1,4 +1,4 @@
-"""What computes in a model of transformers now: adapters of PEFT, and weights that have changed."""
+"""Detects PEFT adapters and changed weights of a model of transformers."""
 
 from __future__ import annotations
 
@@ -15,33 +15,31 @@ __all__ = ["Adapters"]
 
 Named = tuple[str, torch.Tensor]
 _TUNERS = {
-    "ADAPTION_PROMPT": "adds prompts inside the layers, which do not tell whether they are disabled",
+    "ADAPTION_PROMPT": "adds prompts inside the layers, which do not expose whether they are disabled",
     "LILY": "weighs its experts by all tokens of a pass",
-    "SHADOW": "has a second network, whose keys and values are in no cache",
+    "SHADOW": "has a second network, whose keys and values are not cached",
     "XLORA": "evaluates each pass twice",
 }
-"""Kinds of PEFT whose keys and values cannot be shared, and why."""
+"""PEFT types whose keys and values cannot be shared, and the reason."""
 _WRAPPED = {"base_layer", "original_module"}
-"""Where PEFT puts the layer that it wraps."""
+"""The attributes in which PEFT stores the wrapped layer."""
 
 
 class Adapters:
-    """Tells what K and V of ``model`` depend on beside the tokens and the weights that it has now.
-
-    Writes that neither replace a tensor nor count as its versions (through ``.data``) are noticed where they
-    change one of a few elements of it, as those of whole tensors do.
+    """Identifies what K and V of ``model`` depend on besides the tokens and its current weights. Writes
+    through ``.data``, which neither replace a tensor nor change its version, are detected if they change one
+    of a few sampled elements, as writes of whole tensors do.
     """
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._weights = WatchedWeights()
         self._samples: dict[str, Samples] = {}
-        """By adapter; "": of the weights that are none's."""
+        """By adapter; "": of the weights outside adapters."""
         self._look(_modules_of(model))
 
     def variant(self) -> Part:
-        """What to begin a conversation with; None: the weights alone, as they were at first.
-
+        """The variant for new conversations; None: the original weights without adapters. Raises
         NotSupportedError for adapters whose keys and values cannot be shared.
         """
         modules = _modules_of(self._model)
@@ -50,20 +48,20 @@ class Adapters:
         _check(self._model, layers, active)
         own = self._look(modules)
         digests = {name: self._digest(name, own) for name in {name for each in active for name, _ in each}}
-        told: list[Part] = [[(digests[name], scale) for name, scale in each] for each in active]
+        parts: list[Part] = [[(digests[name], scale) for name, scale in each] for each in active]
         if not any(active):
             return self._weights.version
-        return self._weights.version, told if any(one != told[0] for one in told) else told[:1]
+        return self._weights.version, parts if any(one != parts[0] for one in parts) else parts[:1]
 
     def are(self, variant: Part) -> bool:
-        """Whether the same compute now."""
+        """Whether the current variant is this one."""
         try:
             return self.variant() == variant
         except NotSupportedError:
             return False
 
     def _look(self, modules: Sequence[tuple[str, Any]]) -> dict[str, list[Named]]:
-        """Look at the weights; returns the tensors of each adapter."""
+        """Inspect the weights; returns the tensors of each adapter."""
         own: dict[str, list[Named]] = {name: [] for name in getattr(self._model, "peft_config", ())}
         base: list[Named] = []
         for name, tensor in _tensors_of(modules, bool(own)):
@@ -73,8 +71,8 @@ class Adapters:
                 own[adapter].append((".".join("" if part == adapter else part for part in path), tensor))
             elif isinstance(tensor, torch.nn.Parameter):
                 base.append((".".join(part for part in path if part not in _WRAPPED), tensor))
-        # To merge an adapter changes the weights, and to take it out again does, which rounds them: what else
-        # was written to them in between cannot be told.
+        # Merging an adapter and unmerging it both change the weights, with rounding: other writes in between
+        # cannot be distinguished.
         merged = [tuple(getattr(layer, "merged_adapters", ())) for layer in _layers_of(self._model, modules)]
         self._weights.look([*self._marks("", base), *filter(None, merged)])
         return own
@@ -89,14 +87,16 @@ class Adapters:
 
 
 class Samples:
-    """A few elements of each of some tensors: views, which are made when other tensors come."""
+    """Views of a few elements of each tensor, renewed when the tensors are replaced."""
 
     def __init__(self) -> None:
         self._objects: Marks = ()
         self._views: list[list[torch.Tensor]] = []
 
     def marks(self, tensors: Sequence[Named]) -> Marks:
-        """Of each tensor its object, place, version and few elements, read in one go for each dtype."""
+        """For each tensor its object, address, version and sampled elements, which are read together for each
+        dtype.
+        """
         objects = [_object(name, tensor) for name, tensor in tensors]
         if objects != self._objects:
             views: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -110,21 +110,21 @@ class Samples:
 
 
 def _object(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
-    if tensor.is_meta:  # offloaded by accelerate, which brings another object for each pass
+    if tensor.is_meta:  # offloaded by accelerate, which loads a new object for each pass
         return name, tensor.shape, tensor.dtype
     return name, id(tensor), tensor.data_ptr(), None if tensor.is_inference() else tensor._version
 
 
 def _modules_of(model: Any) -> list[tuple[str, Any]]:
-    """All modules, each with what stands before the names of its tensors."""
-    found = [("", model)] if isinstance(model, torch.nn.Module) else []
+    """All modules, each with the prefix of its tensors' names."""
+    modules = [("", model)] if isinstance(model, torch.nn.Module) else []
     seen = {id(model)}
-    for name, module in found:  # it grows
+    for name, module in modules:  # the list grows during the loop
         for key, child in module._modules.items():
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
-                found.append((f"{name}{key}.", child))
-    return found
+                modules.append((f"{name}{key}.", child))
+    return modules
 
 
 def _layers_of(model: Any, modules: Sequence[tuple[str, Any]]) -> list[Any]:
@@ -142,17 +142,17 @@ def _tensors_of(modules: Sequence[tuple[str, Any]], buffers: bool) -> Iterator[N
 
 
 def _computing(layer: Any) -> list[tuple[str, float | None]]:
-    """The adapters of a layer that compute now, and by how much each is scaled."""
+    """The active adapters of a layer and their scales."""
     if layer.disable_adapters:
         return []
     names = layer.merged_adapters if getattr(layer, "merged", False) else layer.active_adapters
-    scaling = getattr(layer, "scaling", None)  # of attention that an adapter has saved whole, a number
+    scaling = getattr(layer, "scaling", None)  # a number for attention that an adapter has saved whole
     scales = {name: scaling.get(name) if isinstance(scaling, dict) else None for name in names}
     return [(name, None if scale is None else float(scale)) for name, scale in scales.items()]
 
 
 def _check(model: Any, layers: Sequence[Any], active: Sequence[Sequence[tuple[str, Any]]]) -> None:
-    """Refuse adapters whose keys and values depend on more than the tokens before, or cannot be told."""
+    """Refuse adapters whose keys and values depend on more than earlier tokens, or cannot be identified."""
     if not hasattr(model, "peft_config"):
         return
     configs = [model.peft_config.get(name) for name in {name for each in active for name, _ in each}]
@@ -168,7 +168,7 @@ def _check_adapter(config: Any) -> None:
     kind = getattr(config.peft_type, "value", config.peft_type)
     why = _TUNERS.get(kind)
     if config.is_prompt_learning:
-        why = "puts virtual tokens before the prompt, which no prefix has"
+        why = "puts virtual tokens before the prompt, which are part of no prefix"
     elif getattr(config, "alora_invocation_tokens", None):
         why = "(alora_invocation_tokens) starts at the last invocation, which later tokens move"
     if why is not None:

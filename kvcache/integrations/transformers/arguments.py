@@ -1,4 +1,4 @@
-"""What callers give, checked before anything is made: errors say what to pass instead."""
+"""Checks of callers' arguments before anything is created; errors say what to pass instead."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = [
 ]
 
 THEIRS = {"max_cache_len": "capacity", "max_batch_size": "max_sequences", "device": "backend"}
-"""Options of transformers' own caches, and what they are called here."""
+"""Options of transformers' own caches, and our names for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """What HFCache was given; None: as the first keys are."""
+    """The options of HFCache; None: as for the first keys."""
 
     backend: ml.Backend | str | None
     dtype: CacheFormat | None
@@ -42,40 +42,40 @@ class CacheOptions:
 
 
 class ArgumentError(InvalidRangeError, TypeError):
-    """An argument of a wrong type, or one that is not known."""
+    """An argument of a wrong type, or an unknown one."""
 
 
 def check_names(op: str, init: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-    """Refuse options without a name, and names that ``init`` does not have behind its first two."""
+    """Refuse positional options, and names that are not parameters of ``init`` after the first two."""
     known = names_of(init)
     if args:
         raise ArgumentError(
-            f"{op}: {len(args) + 1} positional arguments; options go by name: {', '.join(known)}"
+            f"{op}: {len(args) + 1} positional arguments; pass options by name: {', '.join(known)}"
         )
     check_known(op, options, known, THEIRS, ArgumentError)
 
 
 def signature_of(init: Callable[..., Any]) -> inspect.Signature:
-    """What ``inspect`` and completion show of a class whose ``__new__`` takes anything."""
+    """The signature that ``inspect`` and completion show for a class whose ``__new__`` takes anything."""
     whole = inspect.signature(init)
     return whole.replace(parameters=list(whole.parameters.values())[1:])
 
 
 def check_type(op: str, name: str, value: object, wanted: str, fits: bool) -> None:
-    """Raise ArgumentError, which says what is wanted, unless it fits."""
+    """Raise ArgumentError, naming the ``wanted`` type, unless ``value`` has it."""
     if not fits:
         raise ArgumentError(f"{op}: {name} is a {type(value).__name__}; it must be {wanted}")
 
 
 def check_options(op: str, options: CacheOptions) -> None:
-    """Refuse values that make no cache."""
+    """Refuse invalid values of options."""
     backend, shift = options.backend, options.shift
     check_whole(op, "capacity", options.capacity, least=1)
     check_whole(op, "lookback", options.lookback)
     if options.max_sequences is not None:
         check_whole(op, "max_sequences", options.max_sequences, least=1)
     check_type(op, "grow", options.grow, "True or False", isinstance(options.grow, bool))
-    wanted = "a function, as rope_shift(model.config) gives it"
+    wanted = "a function, such as the result of rope_shift(model.config)"
     check_type(op, "shift", shift, wanted, shift is None or callable(shift))
     named = backend is None or isinstance(backend, str)
     check_type(
@@ -92,6 +92,6 @@ def check_options(op: str, options: CacheOptions) -> None:
 
 
 def check_model(op: str, model: object) -> None:
-    """Refuse what is not a model that generates."""
+    """Refuse anything but a model with ``generate``."""
     fits = hasattr(model, "config") and callable(getattr(model, "generate", None))
     check_type(op, "model", model, "a model of transformers with generate()", fits)

@@ -1,8 +1,8 @@
 """``attn_implementation="kvcache"``: transformers' models attend by our caches, for a whole batch at once.
 
-``HFCache.update`` then gives K and V that are not read yet, and the mask is one that is not made yet. Where
-attention gets both as they came, the cache attends: no dense K, V or mask is made. Everything else is
-transformers' own attention, over the tensors that these stand for.
+``HFCache.update`` then returns deferred K and V, and the mask is deferred too. If attention receives both
+unchanged, the cache computes it, without dense K, V or mask. Otherwise transformers' own attention runs on
+the materialized tensors.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _SAYS_NOTHING = {
     *TransformersKwargs.__annotations__, "deterministic", "labels", "logits_to_keep", "mm_token_type_ids",
     "return_dict", "sliding_window", "token_type_ids", "use_cache",
 } - {"output_attentions"}  # fmt: skip
-"""Keywords that a mask says already, or that are for other parts of a model, which hand on all they get."""
+"""Keywords implied by the mask, or for other parts of a model that pass on all their keywords."""
 _SDPA = {*inspect.signature(sdpa_attention_forward).parameters, "indices"}
-"""Keywords that SDPA honours; ``indices`` by its mask."""
+"""Keywords that SDPA supports; ``indices`` through its mask."""
 _KNOWN = {*_SDPA, "output_attentions", "softcap"}
 _IN_EAGER = {"s_aux": "sinks"}
-"""What a model's own attention reads from its module in place of a keyword."""
+"""Keywords whose value a model's own attention reads from its module."""
 
 
 class _Pattern:
@@ -56,30 +56,30 @@ class _Pattern:
         self.size: int = options.get("local_size") or 0
 
     def boolean(self, skip: bool) -> torch.Tensor | None:
-        """For SDPA; None where ``is_causal`` says it and ``skip`` allows that."""
-        found: torch.Tensor | None = sdpa_mask(**{**self.options, "allow_is_causal_skip": skip})
-        return found
+        """The mask for SDPA; None if ``is_causal`` is equivalent and ``skip`` allows it."""
+        mask: torch.Tensor | None = sdpa_mask(**{**self.options, "allow_is_causal_skip": skip})
+        return mask
 
     def additive(self) -> torch.Tensor:
-        """For code of a model's own, which adds it, and for SDPA alike."""
-        found: torch.Tensor = eager_mask(**self.options)
-        return found
+        """The additive mask, for models' own code and for SDPA."""
+        mask: torch.Tensor = eager_mask(**self.options)
+        return mask
 
 
 def causal_mask(**options: Any) -> torch.Tensor | None:
-    """What the mask interface asks for; a plain causal mask is not made before it is looked into."""
+    """The function for transformers' mask interface; a plain causal mask is deferred until it is read."""
     padding = options["attention_mask"]
     if not options.get("allow_is_causal_skip", True) or is_tracing(padding):
-        found: torch.Tensor | None = eager_mask(**options)
-        return found
+        mask: torch.Tensor | None = eager_mask(**options)
+        return mask
     if isinstance(options.get("q_offset"), torch.Tensor):  # a static layer's counter, which update() advances
         options["q_offset"] = options["q_offset"].clone()
     pattern = _Pattern(options)
     shape = options["batch_size"], 1, options["q_length"], options["kv_length"]
     like = torch.empty((), dtype=options["dtype"], device=options["device"])
-    found = Deferred.of(like, shape, pattern.additive)
-    found.pattern = pattern
-    return found
+    mask = Deferred.of(like, shape, pattern.additive)
+    mask.pattern = pattern
+    return mask
 
 
 def attention(
@@ -95,7 +95,7 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention (rows, tokens, heads, v_dim) of query (rows, heads, tokens, head_dim), weights or None."""
     compiled = torch.compiler.is_compiling()
-    asked = [name for name, given in options.items() if _says(module, name, given)]
+    asked = [name for name, option in options.items() if _says(module, name, option)]
     reason = "" if compiled else _other_way(query, key, value, attention_mask, dropout, asked)
     if reason is None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -103,7 +103,7 @@ def attention(
         out = _attend(key, query, (key, value), scale, s_aux, made.pattern.padding)
         if out is not None:
             return out, None
-        reason = "its mask is padded where the layer sees chunks, or is of another length than the cache"
+        reason = "its mask is padded although the layer sees chunks, or its length differs from the cache's"
     if reason and not _silent.get():
         _say(type(module).__name__, reason)
     if s_aux is not None:
@@ -125,23 +125,23 @@ def attention(
     if chosen is not None:
         made = _only(made, chosen, key)
     key, value = (x.resolve() if isinstance(x, Deferred) else x for x in (key, value))
-    found: tuple[torch.Tensor, torch.Tensor | None] = (body or sdpa_attention_forward)(
+    attended: tuple[torch.Tensor, torch.Tensor | None] = (body or sdpa_attention_forward)(
         module, query, key, value, made, dropout=dropout, scaling=scaling, **options
     )
-    return found
+    return attended
 
 
-def _says(module: torch.nn.Module, name: str, given: object) -> bool:
-    """Whether a keyword asks for something: also one that we do not know, unless it is handed on unread."""
+def _says(module: torch.nn.Module, name: str, value: object) -> bool:
+    """Whether a keyword has an effect; an unknown one counts unless the module only passes it on."""
     if name in _SAYS_NOTHING:
         return False
     kind: Any = type(module)  # mypy takes the class of a Module for unhashable
     read = _read_by(_eager_of(kind))
     if name in read:
-        return given is not read[name]
-    if given is None or given is False:
+        return value is not read[name]
+    if value is None or value is False:
         return False
-    return name in _KNOWN or isinstance(given, torch.Tensor | float) or name in _own_names(kind)
+    return name in _KNOWN or isinstance(value, torch.Tensor | float) or name in _own_names(kind)
 
 
 def _eager_of(kind: type) -> Callable[..., Any] | None:
@@ -162,20 +162,20 @@ def _read_by(body: Callable[..., Any] | None) -> dict[str, object]:
     if body is None or code is None:
         return {}
     parameters = inspect.signature(body).parameters.values()
-    found: dict[str, object] = dict.fromkeys(one for one in code.co_consts if isinstance(one, str))
-    return found | {one.name: one.default for one in parameters if one.kind is not one.VAR_KEYWORD}
+    constants: dict[str, object] = dict.fromkeys(one for one in code.co_consts if isinstance(one, str))
+    return constants | {one.name: one.default for one in parameters if one.kind is not one.VAR_KEYWORD}
 
 
 @functools.cache
 def _own_names(kind: type) -> frozenset[object]:
-    """The constants in the code of a module's class: the keywords that it gives by name are among them."""
-    found: set[object] = set()
+    """The constants in the code of a module's class, which include the keywords that it passes by name."""
+    names: set[object] = set()
     for one in itertools.takewhile(lambda one: one is not torch.nn.Module, kind.__mro__):
         for member in vars(one).values():
             code = getattr(inspect.unwrap(member), "__code__", None) if callable(member) else None
             for constant in code.co_consts if code is not None else ():
-                found.update(constant if isinstance(constant, tuple) else (constant,))
-    return frozenset(found)
+                names.update(constant if isinstance(constant, tuple) else (constant,))
+    return frozenset(names)
 
 
 def _other_way(
@@ -186,33 +186,32 @@ def _other_way(
     dropout: float,
     asked: Sequence[str],
 ) -> str | None:
-    """Why transformers' own attention is called, "" where that needs no saying; None: the cache attends."""
+    """Why transformers' own attention is used, "" if that need not be logged; None if the cache attends."""
     stored: Any = getattr(key, "stored", _MISSING)
     if not isinstance(mask, Deferred) or mask.made is not None:
-        return "" if stored is _MISSING else "its mask says more than causal attention"
+        return "" if stored is _MISSING else "its mask is more than causal"
     if stored is _MISSING:
         return "its keys and values do not come from an HFCache of this model's config"
-    if stored is None:  # a prompt of which a window keeps the end alone
+    if stored is None:  # a prompt of which a window keeps only the end
         return ""
-    found: Stored = stored
-    if getattr(value, "stored", None) is not found or getattr(key, "made", None) is not None:
-        return "the model changes keys and values of the cache before it attends to them"
+    layer_part: Stored = stored
+    if getattr(value, "stored", None) is not layer_part or getattr(key, "made", None) is not None:
+        return "the model changes the cache's keys and values before attention"
     pattern: _Pattern = mask.pattern
-    if pattern.size != found.kind.size or query.shape[2] != found.current.tokens:
-        return "its mask is not that of the cache's layer"
+    if pattern.size != layer_part.kind.size or query.shape[2] != layer_part.current.tokens:
+        return "its mask differs from that of the cache's layer"
     if asked:
         return f"it asks for {asked[0]}"
     if dropout:
         return "it asks for dropout"
     if query.requires_grad and torch.is_grad_enabled():
-        return "gradients are recorded: call it under torch.no_grad() where none are needed"
+        return "gradients are recorded: call it under torch.no_grad() if none are needed"
     return None
 
 
 def _only(mask: torch.Tensor | None, chosen: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """A mask (rows, 1, tokens, keys), additive or BOOL, that shows what an indexer has chosen alone.
-
-    ``chosen`` are keys (rows, tokens, k). Models fold them into the masks of "eager" and "sdpa" themselves.
+    """A mask (rows, 1, tokens, keys), additive or BOOL, limited to the keys that an indexer has chosen.
+    ``chosen`` are keys (rows, tokens, k). For "eager" and "sdpa", models apply them to the mask themselves.
     """
     if mask is None:  # nothing else is hidden
         mask = torch.ones((*chosen.shape[:2], key.shape[2]), dtype=torch.bool, device=chosen.device)[:, None]
@@ -222,12 +221,14 @@ def _only(mask: torch.Tensor | None, chosen: torch.Tensor, key: torch.Tensor) ->
 
 @untraced
 def _attend(key: Any, *arguments: Any) -> torch.Tensor | None:
-    found: torch.Tensor | None = key.stored.attend(*arguments)
-    return found
+    attended: torch.Tensor | None = key.stored.attend(*arguments)
+    return attended
 
 
 def _eager(module: torch.nn.Module, asked: Sequence[str], reason: str) -> Callable[..., Any]:
-    """The model's own attention in plain operations. NotSupportedError unless it knows all of ``asked``."""
+    """The model's own attention in plain operations. Raises NotSupportedError unless it supports all of
+    ``asked``.
+    """
     body = _eager_of(type(module))
     code = getattr(inspect.unwrap(body), "__code__", None) if body else None
     known = {"output_attentions", "indices"} if body else set()
@@ -237,8 +238,9 @@ def _eager(module: torch.nn.Module, asked: Sequence[str], reason: str) -> Callab
     if body is None or strange:
         raise NotSupportedError(
             f"attn_implementation={ATTENTION!r}: {type(module).__name__} asks for "
-            f"{', '.join(strange or asked)}, which neither the cache nor the attention in its module honours"
-            f"{f' ({reason})' if reason else ''}; choose one that the model has, such as 'eager'"
+            f"{', '.join(strange or asked)}, which neither the cache nor the attention in its module supports"
+            f"{f' ({reason})' if reason else ''}; choose an implementation that the model has, such as "
+            "'eager'"
         )
     return body
 
@@ -258,10 +260,8 @@ def silently() -> Iterator[None]:
 
 @functools.cache
 def _say(module: str, reason: str) -> None:
-    """Once for each module and reason."""
-    _log.warning(
-        "attn_implementation=%r: %s takes transformers' own attention: %s", ATTENTION, module, reason
-    )
+    """Log a fallback, once for each module and reason."""
+    _log.warning("attn_implementation=%r: %s uses transformers' own attention: %s", ATTENTION, module, reason)
 
 
 AttentionInterface.register(ATTENTION, attention)

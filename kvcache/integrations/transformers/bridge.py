@@ -1,4 +1,4 @@
-"""Tensors of torch into tensors of a backend, and back: no copy where both are the same memory."""
+"""Converts tensors of torch to tensors of a backend and back, without a copy if both can share memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcache.storage.formats import CacheFormat
 __all__ = ["Bridge", "HFDType", "bridge_to", "dtype_of", "stored_dtype", "torch_dtype"]
 
 HFDType: TypeAlias = OneDType | torch.dtype | tuple[OneDType | torch.dtype, OneDType | torch.dtype]
-"""What ``Cache.init`` takes, or a torch.dtype wherever an ml.DType may stand."""
+"""A format of ``Cache.init``, with torch.dtype allowed in place of ml.DType."""
 
 _DTYPES = {torch.float32: ml.DType.F32, torch.float16: ml.DType.F16, torch.bfloat16: ml.DType.BF16}
 _TORCH = {ours: theirs for theirs, ours in _DTYPES.items()}
@@ -21,7 +21,7 @@ _NAMES = ("float32", "float16", "bfloat16")
 
 
 class Bridge:
-    """A backend's way in and out: of most, through copies in host memory."""
+    """Conversion for one backend; by default through copies in host memory."""
 
     def to_backend(self, ctx: ml.Context, array: torch.Tensor) -> ml.Tensor:
         if not array.is_floating_point():
@@ -30,29 +30,29 @@ class Bridge:
         return ctx.from_numpy(wide.numpy(), dtype_of(array.dtype))
 
     def to_torch(self, tensor: ml.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """With the dtype and on the device of ``like``."""
+        """As a torch tensor with the dtype and on the device of ``like``."""
         return torch.from_numpy(tensor.to_numpy().astype("float32")).to(like.device, like.dtype)
 
     def alias(self, tensor: ml.Tensor) -> torch.Tensor:
-        """The same memory; NotSupportedError where there is none."""
+        """A tensor over the same memory; NotSupportedError if that is impossible."""
         raise ml.NotSupportedError(
             "HFCache: linear attention writes its states in place, which needs a backend in the same memory "
             "as the model: torch on its device, or numpy"
         )
 
     def aliases(self, ctx: ml.Context, like: torch.Tensor) -> bool:
-        """Whether ``to_torch`` gives the same memory for ``like`` of the tensor's dtype."""
+        """Whether ``to_torch`` shares memory, for ``like`` of the tensor's dtype."""
         return False
 
 
 class TorchBridge(Bridge):
-    """PyTorch's own backend. Its device may be another than the model's: then K and V live there."""
+    """PyTorch's own backend. K and V are on its device, which may differ from the model's."""
 
     def to_backend(self, ctx: Any, array: torch.Tensor) -> ml.Tensor:
         if array.device != ctx.torch_device:
             array = array.to(ctx.torch_device)
-        found: ml.Tensor = ctx.from_native(array.detach() if array.requires_grad else array)
-        return found
+        tensor: ml.Tensor = ctx.from_native(array.detach() if array.requires_grad else array)
+        return tensor
 
     def to_torch(self, tensor: ml.Tensor, like: torch.Tensor) -> torch.Tensor:
         native: torch.Tensor = tensor.native
@@ -65,12 +65,12 @@ class TorchBridge(Bridge):
         return native
 
     def aliases(self, ctx: Any, like: torch.Tensor) -> bool:
-        found: bool = like.device == ctx.torch_device
-        return found
+        shared: bool = like.device == ctx.torch_device
+        return shared
 
 
 class NumpyBridge(Bridge):
-    """NumPy: the same host memory, BF16 apart, which torch and NumPy spell differently."""
+    """NumPy, in the same host memory; BF16 has different dtypes in torch and NumPy."""
 
     def to_backend(self, ctx: ml.Context, array: torch.Tensor) -> ml.Tensor:
         array = array.detach().cpu()
@@ -98,7 +98,7 @@ def bridge_to(backend: ml.Backend) -> Bridge:
 
 
 def dtype_of(dtype: torch.dtype) -> ml.DType:
-    """The DType of a model's activations; NotSupportedError where there is none."""
+    """The DType of a model's activations. Raises NotSupportedError if there is none."""
     try:
         return _DTYPES[dtype]
     except KeyError:
@@ -107,14 +107,16 @@ def dtype_of(dtype: torch.dtype) -> ml.DType:
 
 
 def stored_dtype(dtype: HFDType | None) -> CacheFormat | None:
-    """What K and V are stored as, from what a caller gives; None: as they come. DTypeError for the rest."""
+    """The storage format for a caller's ``dtype``; None: that of the first keys. Raises DTypeError for other
+    values.
+    """
     if dtype is None:
         return None
-    given = dtype if isinstance(dtype, tuple) else (dtype,)
-    named = (getattr(torch, one) if one in _NAMES else one for one in given)
-    found: Any = tuple(dtype_of(one) if isinstance(one, torch.dtype) else one for one in named)
+    requested = dtype if isinstance(dtype, tuple) else (dtype,)
+    named = (getattr(torch, one) if one in _NAMES else one for one in requested)
+    formats: Any = tuple(dtype_of(one) if isinstance(one, torch.dtype) else one for one in named)
     try:
-        return CacheFormat.of(found if isinstance(dtype, tuple) else found[0])
+        return CacheFormat.of(formats if isinstance(dtype, tuple) else formats[0])
     except ml.DTypeError as error:
         raise ml.DTypeError(
             f"HFCache: dtype={dtype!r:.60}; it must be an ml.DType, a torch.dtype, a storage format or its "
@@ -123,5 +125,5 @@ def stored_dtype(dtype: HFDType | None) -> CacheFormat | None:
 
 
 def torch_dtype(dtype: ml.DType) -> torch.dtype:
-    """The other way round."""
+    """The torch.dtype of a DType."""
     return _TORCH[dtype]

@@ -1,4 +1,4 @@
-"""HFCache: our caches as a cache of transformers."""
+"""HFCache: these caches as a cache of transformers."""
 
 from __future__ import annotations
 
@@ -48,13 +48,15 @@ __all__ = ["HFCache", "HFEncoderDecoderCache", "cache_argument", "generating"]
 
 
 def generating(model: Any) -> Any:
-    """The model whose own ``generate`` runs: PEFT and torch.compile wrap it, and hand the call on."""
-    parts: Iterable[Any] = getattr(model, "modules", list)()  # of what is no module, none
+    """The model whose own ``generate`` runs, inside wrappers of PEFT and torch.compile."""
+    parts: Iterable[Any] = getattr(model, "modules", list)()  # empty for anything but a module
     return next((part for part in parts if isinstance(part, GenerationMixin)), model)
 
 
 def cache_argument(model: Any) -> str:
-    """By which name ``generate`` gives a model its cache: ``cache`` from transformers 5.24 on."""
+    """The name of the argument in which ``generate`` passes a model its cache: ``cache`` from transformers
+    5.24 on.
+    """
     if ALL_CACHE_NAMES[0] == "cache":
         return "cache"
     return "cache_params" if "mamba" in type(generating(model)).__name__.lower() else "past_key_values"
@@ -71,7 +73,7 @@ class HFCache(RowsCache):
     """
 
     def __new__(cls, config: Any = None, *args: Any, **options: Any) -> Self:
-        """Configs of encoder-decoders and of MiniMax make subclasses of the classes that these ask for."""
+        """For configs of encoder-decoders and of MiniMax, makes the subclass that these models require."""
         check_names("HFCache", cls.__init__, args, options)
         if cls is HFCache and getattr(config, "is_encoder_decoder", False):
             return cast("Self", super().__new__(HFEncoderDecoderCache))
@@ -91,24 +93,22 @@ class HFCache(RowsCache):
         shift: ShiftFunction | None = None,
         grow: bool = False,
     ) -> None:
-        """For models of ``config``. Nothing is allocated before the first keys arrive.
+        """A cache for models of ``config``. Nothing is allocated before the first keys arrive. ``backend``
+        stores K and V: an open one, a name, or None for torch on the model's device. ``max_sequences`` is the
+        number of rows of the batch and of all forks (None: the rows of the first batch), ``capacity`` the
+        tokens of each; together they share ``max_sequences * capacity`` cells. ``dtype`` is the storage
+        format of K and V: an ml.DType, a torch.dtype, a storage format or its name, or a pair of these (None:
+        the dtype of the first keys). Sliding windows keep ``lookback`` more tokens than they show, so that
+        ``crop`` can remove that many. ``shift`` re-encodes keys for ``remove`` from the middle: see
+        ``rope_shift``. With ``grow``, the capacity doubles if a batch or a snapshot does not fit, which
+        copies the content, instead of raising CacheFullError.
 
-        ``backend`` is where K and V lie: one that is open, a name, or None for torch on the model's device.
-        ``max_sequences`` counts the rows of the batch and of all forks (None: the rows of the first
-        batch), ``capacity`` the tokens of each; together they share ``max_sequences * capacity`` cells.
-        ``dtype`` is what K and V are stored as, an ml.DType, a torch.dtype, a storage format or its name, or
-        a pair of these (None: as they come). Sliding windows keep ``lookback`` tokens more than they show, so
-        that ``crop`` can take as many back.
-        ``shift`` re-encodes keys for ``remove`` from the middle: see ``rope_shift``. With ``grow``
-        the capacity doubles where a batch or a snapshot does not fit, which copies what is held, instead of
-        CacheFullError.
-
-        Raises NotSupportedError for a config with layers that our caches do not serve.
+        Raises NotSupportedError for a config with unsupported layers.
         """
         options = CacheOptions(backend, stored_dtype(dtype), max_sequences, capacity, lookback, shift, grow)
         check_options("HFCache", options)
         plan = layer_plan(config)
-        if isinstance(self, EncoderDecoderCache):  # also for a decoder alone, beside another model's encoder
+        if isinstance(self, EncoderDecoderCache):  # also for a decoder used with another model's encoder
             plan = replace(plan, encoder=True)
         self._attach(BatchRows(CachePool(plan, options)))
 
@@ -119,12 +119,12 @@ class HFCache(RowsCache):
         return f"<HFCache, layers: {len(self.layers)}, {rows}; in {self.rows.pool.family.all!r}>"
 
     def bind(self, like: torch.Tensor) -> ModelCaches:
-        """Make the caches now, for keys with the dtype and on the device of ``like``."""
+        """Create the caches now, for keys with the dtype and on the device of ``like``."""
         self.rows.pool.bind(1, like)
         return self.rows.pool.family
 
     def detach(self) -> None:
-        """Let go of the rows without touching them: they belong to someone else now."""
+        """Release the rows unchanged, since they have a new owner."""
         self.rows.become([])
         self.rows.clear()
 
@@ -147,10 +147,10 @@ class HFCache(RowsCache):
             return layer(self._states, i, kind, count)
         return AttentionLayer(self.rows, i, kind) if kind.attends else empty_layer()
 
-    # What transformers asks of a cache, beyond its layers.
+    # transformers' interface of a cache, beyond its layers.
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that a layer has had; of layers that do not count them, those of the rows."""
+        """The number of tokens of a layer; for layers that do not count them, that of the rows."""
         if layer_idx >= len(self.layers):
             return 0
         layer = self.layers[layer_idx]
@@ -164,10 +164,9 @@ class HFCache(RowsCache):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether transformers gives each step of one token a mask, as it does for a StaticCache.
-
-        Without one it lets PyTorch repeat the heads that several queries share, which a CPU does up to 30
-        times slower than transformers' own way with a mask. On a CPU nothing is compiled for it.
+        """Whether transformers makes a mask for each one-token step, as for a StaticCache. Without a mask,
+        PyTorch repeats the shared KV heads, which on a CPU is up to 30 times slower than transformers' own
+        path with a mask. On a CPU nothing is compiled because of this.
         """
         pool = self.rows.pool
         plan = pool.plan
@@ -175,12 +174,12 @@ class HFCache(RowsCache):
         return pool.bound and scaled and pool.like.device.type == "cpu"
 
     def check_mask(self, mask: torch.Tensor, tokens: int, recurrent: bool) -> None:
-        if self.rows.removed:  # else it is the model's: Git's counts an image in each pass
+        if self.rows.removed:  # otherwise the model counts: Git counts an image in each pass
             check_width(mask, self.rows.length, tokens)
         super().check_mask(mask, tokens, recurrent)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i becomes what row ``beam_idx[i]`` was. Beams share the cells of what they have in common."""
+        """Replace row i by the previous row ``beam_idx[i]``. Beams share the cells of their common tokens."""
         self.rows.select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -189,28 +188,30 @@ class HFCache(RowsCache):
 
     def batch_select_indices(self, indices: torch.Tensor | Sequence[int]) -> None:
         """Keep these rows: a tensor or a sequence of indices, or a boolean mask."""
-        found, rows = torch.as_tensor(indices), len(self.rows.sequences)
-        whole = found.ndim == 1 and not (found.numel() and found.is_floating_point())
+        selected, rows = torch.as_tensor(indices), len(self.rows.sequences)
+        whole = selected.ndim == 1 and not (selected.numel() and selected.is_floating_point())
         check_type("batch_select_indices", "indices", indices, "whole numbers, or a boolean mask", whole)
-        if found.dtype is torch.bool:
-            if rows and len(found) != rows:
-                raise InvalidRangeError(f"batch_select_indices: a mask of {len(found)} for {rows} rows")
-            found = found.nonzero().flatten()
-        self.rows.select(found.tolist())
+        if selected.dtype is torch.bool:
+            if rows and len(selected) != rows:
+                raise InvalidRangeError(f"batch_select_indices: a mask of {len(selected)} for {rows} rows")
+            selected = selected.nonzero().flatten()
+        self.rows.select(selected.tolist())
 
     def crop(self, tokens: int) -> None:
-        """Take the last ``-tokens`` back (transformers' way), or keep the first ``tokens`` where it is > 0.
-
-        NotSupportedError, and nothing changed, where a layer cannot go back so far: a window that has
-        forgotten what is seen from there (see ``lookback``), or a recurrent state without a checkpoint.
+        """Remove the last ``-tokens`` tokens (as in transformers), or keep the first ``tokens`` if it is > 0.
+        Raises NotSupportedError, and changes nothing, if a layer cannot go back that far: a window that no
+        longer has the tokens visible from there (see ``lookback``), or a recurrent state without a
+        checkpoint.
         """
-        given: Any = tokens
-        count = int(given) if isinstance(given, torch.Tensor) and given.numel() == 1 else given
-        check_type("crop", "tokens", given, "a whole number", isinstance(count, int))
+        requested: Any = tokens
+        count = (
+            int(requested) if isinstance(requested, torch.Tensor) and requested.numel() == 1 else requested
+        )
+        check_type("crop", "tokens", requested, "a whole number", isinstance(count, int))
         self._states.crop(count if count > 0 else self.rows.length + count)
 
     def reset(self) -> None:
-        """Forget all rows. Buffers stay allocated; the next batch may have another size."""
+        """Remove all rows. Buffers stay allocated; the next batch may have a different size."""
         self.rows.clear()
 
     def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
@@ -218,25 +219,23 @@ class HFCache(RowsCache):
 
     prefetch = offload
 
-    # What transformers' caches do not offer.
+    # Beyond transformers' caches.
 
     def remove(self, begin: int, end: int) -> None:
-        """Forget positions ``[begin, end)`` of every row; later tokens move down, their keys re-encoded.
-
-        Positions count the columns of the batch, padding included. NotSupportedError without ``shift``,
-        or where a later token is shared with a fork.
+        """Remove positions ``[begin, end)`` of every row; later tokens move down, and their keys are
+        re-encoded. Positions count the columns of the batch, including padding. Raises NotSupportedError
+        without ``shift``, or if a later token is shared with a fork.
         """
         self.rows.remove(begin, end)
 
     def fork(self) -> Self:
-        """A cache that goes on from here on its own. It shares all cells; what either adds is its own.
-
-        Takes as many of ``max_sequences`` as there are rows, until it is reset.
+        """An independent cache with the same content. It shares all current cells; later tokens are separate.
+        It uses one of ``max_sequences`` for each row, until it is reset.
         """
         return self.of(self.rows.fork())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A cache with buffers of its own and the same content; ``fork`` does it without copying."""
+        """A cache with separate buffers and the same content; ``fork`` does this without copying."""
         pool, options = self.rows.pool, self.rows.pool.options
         options = replace(options, capacity=max(options.capacity, self.rows.length))  # rows may share cells
         memo[id(self)] = copy = self.of(BatchRows(CachePool(pool.plan, options)))
@@ -245,20 +244,19 @@ class HFCache(RowsCache):
         return copy
 
     def checkpoint(self) -> None:
-        """Keep the recurrent states as they are now, so that ``crop`` can come back to this length."""
+        """Keep the current recurrent states, so that ``crop`` can return to this length."""
         recurrent = self.rows.pool.family.states if self.rows.pool.bound else None
         for seq in self.rows.sequences if recurrent is not None else ():
             assert recurrent is not None
             recurrent.checkpoint(seq)
 
     def snapshot(self) -> HFSnapshot:
-        """What the cache holds, for ``restore``. Attention is copied only when it must be."""
+        """The content of the cache, for ``restore``. K and V are copied only when necessary."""
         return self.rows.snapshot()
 
     def restore(self, snapshot: HFSnapshot) -> None:
-        """Become what the snapshot is of: of this cache, or of another for the same model.
-
-        Raises CacheFullError or InvalidRangeError and leaves all as it was where it cannot.
+        """Replace the content by a snapshot of this cache, or of another one for the same model. If that
+        fails, raises CacheFullError or InvalidRangeError and changes nothing.
         """
         check_type("restore", "snapshot", snapshot, "what snapshot() gave", isinstance(snapshot, HFSnapshot))
         self._check_layers("restore", snapshot.layers)
@@ -270,10 +268,8 @@ class HFCache(RowsCache):
             raise InvalidRangeError(f"{op}: a snapshot of {layers} layers; the model of this cache has {own}")
 
     def save(self, store: SnapshotStore, key: str) -> bool:
-        """Put what the cache holds into a store (``kvcache.stores``) under a key that is not taken.
-
-        False, and nothing written, where it is taken: the entry stays as it was. ``store.delete(key)`` frees
-        the key.
+        """Save the content in a store (``kvcache.stores``) under an unused key. If the key is in use, returns
+        False and writes nothing; ``store.delete(key)`` frees it.
         """
         _check_store("save", store)
         snapshot = self.snapshot()
@@ -286,27 +282,26 @@ class HFCache(RowsCache):
         device: torch.device | str = "cpu",
         device_map: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Hold what ``save`` stored; ``device`` is the model's. False, and nothing changed, without the key.
+        """Load what ``save`` stored; ``device`` is the model's. If the key does not exist, returns False and
+        changes nothing. The weights are not compared: use different keys for different models. Raises
+        InvalidRangeError for a model with another number of layers; other heads are refused by the next pass.
 
-        The weights are not compared: give another model's caches other keys. InvalidRangeError for a model
-        with another number of layers; other heads are refused by the next pass.
-
-        ``device_map`` is the ``hf_device_map`` of a model that is split over devices. Without it all lies on
-        ``device`` until the model has brought keys from the devices of its layers.
+        ``device_map`` is the ``hf_device_map`` of a model that is split over devices. Without it, everything
+        is on ``device`` until the layers have put keys from their own devices.
         """
         _check_store("load", store)
-        found = get_snapshot(store, key)
-        if found is None:
+        snapshot = get_snapshot(store, key)
+        if snapshot is None:
             return False
-        self._check_layers("load", found.meta.get("layers", len(self.rows.pool.plan.layers)))
-        pool, like = self.rows.pool, like_of(found, torch.device(device))
-        with pool.bound_to(len(found.meta["rows"]), like):
+        self._check_layers("load", snapshot.meta.get("layers", len(self.rows.pool.plan.layers)))
+        pool, like = self.rows.pool, like_of(snapshot, torch.device(device))
+        with pool.bound_to(len(snapshot.meta["rows"]), like):
             pool.know(layer_devices(device_map or {}))
-            self.restore(load(found, pool.backend, torch.device(device), len(pool.plan.layers)))
+            self.restore(load(snapshot, pool.backend, torch.device(device), len(pool.plan.layers)))
         return True
 
     def reserve(self, capacity: int) -> None:
-        """Make room for ``capacity`` tokens per row, if there is less: all that is held moves once."""
+        """Make room for ``capacity`` tokens per row, if there is less; the content is copied once."""
         self.rows.pool.reserve(capacity)
 
 
@@ -319,9 +314,9 @@ def _check_store(op: str, store: object) -> None:
 
 
 class HFEncoderDecoderCache(Crossing, HFCache, EncoderDecoderCache):  # type: ignore[misc]
-    """HFCache for encoder-decoders: ``HFCache(config)`` makes it where the config says so.
+    """HFCache for encoder-decoders; ``HFCache(config)`` returns one for such a config.
 
-    What cross attention reads lies in an EncoderCache whose sequences are those of the decoder.
+    Cross attention reads an EncoderCache with the decoder's sequences.
     """
 
     def _attach(self, rows: BatchRows) -> None:
@@ -336,7 +331,7 @@ class HFEncoderDecoderCache(Crossing, HFCache, EncoderDecoderCache):  # type: ig
         return int(self.self_attention_cache.get_seq_length(layer_idx))
 
     def crop(self, tokens: int) -> None:
-        """As in HFCache. The encoder's output goes when no token is left."""
+        """As in HFCache. The encoder's output is removed when no token is left."""
         super().crop(tokens)
         self._note()
 
@@ -349,24 +344,24 @@ class HFEncoderDecoderCache(Crossing, HFCache, EncoderDecoderCache):  # type: ig
         self._note()
 
     def _note(self) -> None:
-        """Which layers have the encoder's output: it goes with the tokens that it came with."""
+        """Record which layers have the encoder's output, which is removed with the tokens of its pass."""
         self.is_updated = {
             i: layer.is_initialized for i, layer in enumerate(self.cross_attention_cache.layers)
         }
 
 
 class HFMiniMaxCache(HFCache, MiniMaxCache):  # type: ignore[misc]
-    """HFCache for MiniMax, which accepts its own class of cache alone: ``HFCache(config)`` makes it."""
+    """HFCache for MiniMax, which accepts only its own class of cache; ``HFCache(config)`` returns one."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._states.settle(key_states)
-        found: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, layer_idx)
-        return found
+        pair: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, layer_idx)
+        return pair
 
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
-        """The sums of keys times values (rows, heads, head_dim, head_dim) so far; None before the first."""
+        """The current sums of keys times values (rows, heads, head_dim, head_dim); None before the first."""
         return self._states.fetch(layer_idx, "recurrent")
 
     def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Layers that store entries of several tokens beside a window of K and V: DeepSeek-V4."""
+"""Layers that store entries of several tokens besides a window of K and V: DeepSeek-V4."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["CompressedLayer"]
 
 
 class CompressedLayer(AttentionLayer):
-    """K and V of a window, and the entries of the layer's compressors with what they are made of."""
+    """K and V of a window, and the entries of the layer's compressors with their inputs."""
 
     def __init__(self, rows: BatchRows, layer: int, kind: Kind, compression: Compression) -> None:
         super().__init__(rows, layer, kind)
@@ -28,9 +28,8 @@ class CompressedLayer(AttentionLayer):
     def store_compression_weights(
         self, name: str, kv: torch.Tensor, gate: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Take what entries are made of (rows, new tokens, dim): that of the windows that now are full.
-
-        Then the position of the first of them.
+        """Store compressor inputs (rows, new tokens, dim). Returns the inputs of the windows that are now
+        full, and the position of the first.
         """
         return self._compressors[name].take(kv, gate)
 
@@ -39,19 +38,18 @@ class CompressedLayer(AttentionLayer):
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The first ``head_dim`` numbers of the window before those just returned; None at the start.
 
-        ``chunk_gate`` is of those, (rows, windows, rate, 2 * head_dim), with the bias of positions added.
+        ``chunk_gate`` belongs to those, (rows, windows, rate, 2 * head_dim), with the positional bias added.
         """
         return self._compressors[name].before(chunk_gate, head_dim)
 
     def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
-        """Store new entries (rows, windows, dim), which may be none; all that are held."""
+        """Store new entries (rows, windows, dim), possibly none; returns all stored entries."""
         return self._compressors[name].store(compressed)
 
 
 class _Compressor:
-    """The entries of one compressor, and the window of inputs that the next ones are made of.
-
-    Inputs are K (what is summed) and V (its gates) of ``part``, entries are latents of ``entries``.
+    """The entries of one compressor, and the window of inputs for the next ones. Inputs are stored as K (the
+    summands) and V (their gates) of ``part``, entries as latents of ``entries``.
     """
 
     def __init__(self, rows: BatchRows, compression: Compression, part: int, entries: int) -> None:

@@ -1,4 +1,4 @@
-"""Tensors that are made only where something looks into them."""
+"""Tensors that are created only when their content is used."""
 
 from __future__ import annotations
 
@@ -24,27 +24,26 @@ _METADATA = {
         "is_leaf",
     )
 } | {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point}
-"""What is answered without making the tensor."""
+"""Attributes that are available without creating the tensor."""
 
 
 class Deferred(torch.Tensor):
-    """Has the shape, dtype and device of a tensor that ``make`` gives.
-
-    Any operation makes it, once, and is then done on what was made, in place too: code that knows nothing of
-    deferred tensors computes what it would compute with that one.
+    """A tensor with the shape, dtype and device of the result of ``make``. Any operation creates the real
+    tensor, once, and is applied to it, including in-place operations, so other code need not know of deferred
+    tensors.
     """
 
     made: torch.Tensor | None
     pattern: Any
-    """Of a mask: how it would be made."""
+    """For a mask: its pattern."""
     _make: Callable[[], torch.Tensor]
 
     @staticmethod
     def of(like: torch.Tensor, shape: tuple[int, ...], make: Callable[[], torch.Tensor]) -> Deferred:
-        """``like`` has one element and the dtype and device; no memory is taken for ``shape``."""
-        found = like.expand(shape).as_subclass(Deferred)
-        found.made, found._make = None, make
-        return found
+        """``like`` has one element and gives the dtype and device; no memory is allocated for ``shape``."""
+        deferred = like.expand(shape).as_subclass(Deferred)
+        deferred.made, deferred._make = None, make
+        return deferred
 
     def resolve(self) -> torch.Tensor:
         if self.made is None:
@@ -52,13 +51,13 @@ class Deferred(torch.Tensor):
         return self.made
 
     def moved(self, device: torch.device) -> Deferred:
-        """The same on another device, not made either: models over several devices carry masks along."""
+        """The same on another device, still deferred: models over several devices move masks along."""
         with torch._C.DisableTorchFunctionSubclass():
             like = torch.empty((), dtype=self.dtype, device=device)
             shape = tuple(self.shape)
-        found = Deferred.of(like, shape, lambda: self.resolve().to(device))
-        vars(found).update({name: x for name, x in vars(self).items() if name in ("pattern", "stored")})
-        return found
+        deferred = Deferred.of(like, shape, lambda: self.resolve().to(device))
+        vars(deferred).update({name: x for name, x in vars(self).items() if name in ("pattern", "stored")})
+        return deferred
 
     @classmethod
     def __torch_function__(
@@ -75,7 +74,7 @@ class Deferred(torch.Tensor):
 
 
 def _only_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
-    """The device that ``Tensor.to`` is given, if it is asked for nothing else."""
+    """The device passed to ``Tensor.to``, if it is the only argument."""
     if len(args) > 2 or not {*kwargs} <= {"device", "non_blocking"}:
         return None
     device = args[1] if len(args) == 2 else kwargs.get("device")

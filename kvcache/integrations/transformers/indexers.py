@@ -1,4 +1,4 @@
-"""Layers with the keys of an indexer, which choose what attention reads, beside K and V."""
+"""Layers with an indexer, whose keys select what attention reads, besides K and V."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ _PLACES = "positions"
 
 
 class IndexedLayer(AttentionLayer):
-    """K and V of one layer, and the keys of the indexer that chooses which of them a token attends to.
-
-    These keys (DeepSeek-AI, "DeepSeek-V3.2", 2025), one head, lie in the cells of K and V. They are a layer
-    of latents of their own (``Plan.part``), since they come before K and V in some models and behind them in
-    others. Positions that a model gives with several axes are extras of them.
+    """K and V of one layer, and the keys of the indexer that selects the tokens attended to. These keys
+    (DeepSeek-AI, "DeepSeek-V3.2", 2025) have one head and use the cells of K and V. They form a separate
+    layer of latents (``Plan.part``), since some models put them before K and V and others after. Positions
+    with several axes are stored as their extras.
     """
 
     def __init__(self, rows: BatchRows, layer: int, kind: Kind) -> None:
         super().__init__(rows, layer, kind)
         self._part = rows.pool.plan.part(layer)
         self._brought: torch.Tensor | None = None
-        """Positions (axes, rows or 1, new tokens) of a pass whose keys have not come yet."""
+        """Positions (axes, rows or 1, new tokens) of a pass whose keys have not arrived yet."""
 
     @property
     def is_indexer_initialized(self) -> bool:
@@ -34,9 +33,8 @@ class IndexedLayer(AttentionLayer):
 
     @untraced
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Store an indexer's keys (rows, new tokens, dim), before or after ``update``; all that are held.
-
-        These, (rows, tokens, dim), may be a view.
+        """Store an indexer's keys (rows, new tokens, dim), before or after ``update``. Returns all stored
+        keys, (rows, tokens, dim), which may be a view.
         """
         rows, part, kind, keys = self.rows, self._part, self.kind, indexer_key_states
         current = rows.enter(part, keys.shape[1], keys.shape[0], keys)
@@ -51,25 +49,25 @@ class IndexedLayer(AttentionLayer):
     @property
     def indexer_keys(self) -> torch.Tensor | None:
         """All keys (rows, tokens, dim) of the indexer; None before the first."""
-        found = self.rows.peek(self._part, self.kind)
-        return None if found is None else found[0][:, 0]
+        pair = self.rows.peek(self._part, self.kind)
+        return None if pair is None else pair[0][:, 0]
 
     @property
     @untraced
     def indexer_position_ids(self) -> torch.Tensor | None:
-        """Positions (axes, rows, tokens) of all tokens, I64, as a model has set them; None where it has not.
-
-        It sets them at the beginning of a pass, those of new tokens last; they are stored with the keys.
+        """Positions (axes, rows, tokens) of all tokens, I64, as set by the model; None if it has set none.
+        The model sets them at the beginning of a pass, those of new tokens last; they are stored with the
+        keys.
         """
         if not self.is_indexer_initialized:
             return None
         rows, pool = self.rows, self.rows.pool
         reading = rows.reading(self.kind, rows.length)
-        found = reading.read_extra(pool.ctx.layer(self._part), self._part, _PLACES)
-        if found is None:
+        stored = reading.read_extra(pool.ctx.layer(self._part), self._part, _PLACES)
+        if stored is None:
             return None
         like = pool.places.like(self._part).to(torch.int64)
-        return pool.bridge.to_torch(found, like)[:, : rows.seen[self._part]].permute(2, 0, 1)
+        return pool.bridge.to_torch(stored, like)[:, : rows.seen[self._part]].permute(2, 0, 1)
 
     @indexer_position_ids.setter
     @untraced
@@ -80,7 +78,7 @@ class IndexedLayer(AttentionLayer):
 def put_indexer_keys(
     rows: BatchRows, part: int, kind: Kind, keys: torch.Tensor, positions: torch.Tensor | None = None
 ) -> None:
-    """Store keys (rows, tokens, dim) with their positions in the pass that the cache is in."""
+    """Store keys (rows, tokens, dim) with their positions in the current pass."""
     pool = rows.pool
     cache, ctx, bridge = pool.family.caches[kind], pool.place(part, keys), pool.bridge
     pool.check_dtype(part, keys)

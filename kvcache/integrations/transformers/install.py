@@ -1,7 +1,6 @@
-"""What ``generate()`` is told before its first pass: where a cache's room ends, and to use ours by itself.
-
-To import this module puts it around the method of ``generate`` that prepares caches. Without ``install`` only
-calls that pass one of our caches are any different.
+"""Wraps the preparation of ``generate()``: answers end when a cache is full, and ``install`` makes it use our
+caches. Importing this module wraps the method of ``generate`` that prepares caches. Without ``install``, this
+affects only calls with one of our caches.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ __all__ = ["Installation", "install", "uninstall"]
 
 _NAME = "_prepare_cache_for_generation"
 _CROSSED = {"encoder_outputs", "encoder_hidden_states"}
-"""By what a decoder alone is given what another model's encoder made."""
+"""The arguments with another model's encoder output for a decoder."""
 _log = logging.getLogger("kvcache.transformers")
 _installed: Installation | None = None
 
 
 class Installation(AbstractContextManager["Installation"]):
-    """What ``install`` has ``generate`` do; a context manager that ends it."""
+    """The effect of ``install`` on ``generate``; a context manager that ends it."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
@@ -44,7 +43,7 @@ class Installation(AbstractContextManager["Installation"]):
         return f"<kvcache in transformers' generate(), {state}>"
 
     def uninstall(self) -> None:
-        """Let ``generate`` make transformers' own caches again. A second call does nothing."""
+        """Restore transformers' own caches in ``generate``. A second call has no effect."""
         global _installed
         if _installed is self:
             _installed = None
@@ -60,15 +59,15 @@ def install(
     dtype: HFDType | None = None,
     lookback: int = 64,
 ) -> Installation:
-    """From now on ``generate()`` makes an HFCache where it would make a DynamicCache, and an HFStaticCache
-    where it would make a StaticCache (``cache_implementation="static"``).
+    """Make ``generate()`` use an HFCache in place of a DynamicCache, and an HFStaticCache in place of a
+    StaticCache (``cache_implementation="static"``).
 
-    A cache is as large as the call asks for, and at least ``capacity`` tokens per row; one that is
-    given back to a later call grows between the calls. The other options are HFCache's. Caches that a
-    caller passes, offloaded and quantized ones, and models with layers that we have no cache for stay as
-    they are; the last is logged. ``uninstall()``, or leaving ``with install():``, undoes it.
+    A cache is as large as the call requires, and at least ``capacity`` tokens per row; one passed to a later
+    call grows between the calls. The other options are HFCache's. Caches passed by callers, and offloaded and
+    quantized ones, are not replaced; neither are those of models with unsupported layers, which is logged.
+    ``uninstall()``, or leaving ``with install():``, undoes it.
 
-    OrderError is raised by a second ``install`` without ``uninstall``.
+    Raises OrderError for a second ``install`` without ``uninstall``.
     """
     global _installed
     if _installed is not None:
@@ -79,7 +78,7 @@ def install(
 
 
 def uninstall() -> None:
-    """Undo ``install``; without one, nothing."""
+    """Undo ``install``; no effect without one."""
     if _installed is not None:
         _installed.uninstall()
 
@@ -93,15 +92,15 @@ def _prepare(
     batch_size: int,
     max_cache_length: int,
 ) -> Any:
-    """What ``generate`` asks before its first pass, when it knows how long the text may become."""
+    """Called by ``generate`` before its first pass, when the longest possible text is known."""
     name, installed = cache_argument(model), _installed
-    given = model_kwargs.get(name)
-    found = original(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+    passed = model_kwargs.get(name)
+    prepared = original(model, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
     if installed is not None:
         _check_name(name, model_kwargs)
-        if isinstance(given, HFCache) and not given.rows.pool.given_away:
-            given.reserve(max_cache_length)
-        elif given is None:
+        if isinstance(passed, HFCache) and not passed.rows.pool.given_away:
+            passed.reserve(max_cache_length)
+        elif passed is None:
             wanted = generation_config.use_cache is not False
             crosses = not _CROSSED.isdisjoint(k for k, x in model_kwargs.items() if x is not None)
             theirs = model_kwargs.get(name)
@@ -110,61 +109,59 @@ def _prepare(
                 model_kwargs[name] = ours
                 if generation_config.is_assistant:
                     ours.activate_past_recording()
-    if isinstance(given, RowsCache) and generation_config.num_beams == 1:  # beams share cells
-        _end_in_time(given, generation_config, batch_size, max_cache_length)
-    return found
+    if isinstance(passed, RowsCache) and generation_config.num_beams == 1:  # beams share cells
+        _end_in_time(passed, generation_config, batch_size, max_cache_length)
+    return prepared
 
 
 def _end_in_time(cache: RowsCache, generation_config: Any, batch: int, length: int) -> None:
-    """Let an answer end where the cache's room ends, instead of losing all of it there; the log says so.
-
-    ``length`` tokens of each row may have to be stored. A prompt that does not fit is refused by its pass.
+    """End an answer when the cache is full, instead of losing it to an error; a warning is logged. ``length``
+    is the most tokens of each row. A prompt that does not fit is refused by its pass.
     """
-    found = cache.rows.most(batch * (generation_config.num_return_sequences or 1))
-    if found is None or length <= found[0] or found[0] <= cache.rows.length:
+    most = cache.rows.most(batch * (generation_config.num_return_sequences or 1))
+    if most is None or length <= most[0] or most[0] <= cache.rows.length:
         return
     asked = generation_config.max_length
-    generation_config.max_length = asked - (length - found[0])
+    generation_config.max_length = asked - (length - most[0])
     _log.warning(
         "generate: an answer that may be %d tokens long with its prompt ends after %d: %s",
-        asked, generation_config.max_length, found[1],
+        asked, generation_config.max_length, most[1],
     )  # fmt: skip
 
 
 def _ours(
     model: Any, theirs: Cache | None, length: int, options: dict[str, Any], crosses: bool
 ) -> Cache | None:
-    """Our cache in place of one that ``generate`` has made; None where that one stays.
-
-    ``crosses``: the model reads an encoder's output, whatever its config says of itself.
+    """Our replacement of a cache made by ``generate``; None to keep that one. ``crosses``: the model reads an
+    encoder's output, regardless of its config.
     """
     decoder = theirs.self_attention_cache if isinstance(theirs, EncoderDecoderCache) else theirs
     if decoder is not None and (type(decoder) not in (DynamicCache, StaticCache) or decoder.offloading):
         return None
     capacity = max(length, options["capacity"])
     try:
-        # Left to the model: a class of its own, for which ours stands in, or what is no cache of keys.
+        # Kept: a model's own class that is already one of ours, or an object that is not a KV cache.
         if decoder is None and Trait.OWN_CLASS not in layer_plan(model.config).traits:
             return None
         dtype_of(model.dtype)
         if not isinstance(decoder, StaticCache):
             kind = HFEncoderDecoderCache if crosses else HFCache
             return kind(model.config, **{**options, "capacity": capacity, "grow": True})
-        # As transformers does: not smaller than the last one, which code may be compiled for.
+        # As in transformers: not smaller than the last one, for which code may be compiled.
         capacity = max(capacity, getattr(model, "_previous_max_cache_length", 0))
-        found = HFStaticCache(model.config, capacity=capacity, backend=options["backend"])
+        ours = HFStaticCache(model.config, capacity=capacity, backend=options["backend"])
         first = decoder.layers[0]
-        if first.is_initialized:  # the first pass, in chunks, is compiled, and cannot allocate
+        if first.is_initialized:  # the first pass, in chunks, is compiled and cannot allocate
             rows, heads, _, dim = first.keys.shape
-            found.early_initialization(rows, heads, dim, first.keys.dtype, first.keys.device)
-        return found
+            ours.early_initialization(rows, heads, dim, first.keys.dtype, first.keys.device)
+        return ours
     except ml.NotSupportedError as error:
         _warn(type(model).__name__, str(error))
         return None
 
 
 def _check_name(name: str, model_kwargs: dict[str, Any]) -> None:
-    """Refuse a transformers whose ``generate`` keeps its cache where it would not be found."""
+    """Refuse a version of transformers whose ``generate`` passes its cache by an unknown name."""
     others = [other for other, value in model_kwargs.items() if isinstance(value, Cache) and other != name]
     if others and model_kwargs.get(name) is None:
         raise ml.NotSupportedError(
@@ -175,7 +172,7 @@ def _check_name(name: str, model_kwargs: dict[str, Any]) -> None:
 
 @functools.cache
 def _warn(model: str, reason: str) -> None:
-    """Say once why a model keeps transformers' own cache."""
+    """Log, once, why a model keeps transformers' own cache."""
     _log.warning("%s keeps transformers' own cache: %s", model, reason)
 
 

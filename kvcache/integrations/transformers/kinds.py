@@ -1,4 +1,4 @@
-"""Which cache each layer of a transformers config needs, and the caches themselves."""
+"""Determines the cache that each layer of a transformers config needs, and creates the caches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 CROSS, LINEAR, CONV, NONE = "cross", "linear", "conv", "none"
 STATES = (LINEAR, CONV)
 ATTENTION = "kvcache"
-"""The ``attn_implementation`` of models that attend by our caches."""
+"""The ``attn_implementation`` with which our caches compute attention."""
 _TYPES = {
     "full_attention": FULL,
     "indexed_attention": FULL,
@@ -53,9 +53,8 @@ _STATEFUL = ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 
 
 class Trait(enum.Enum):
-    """What modules of some types do that a cache has to know of: the value says it.
-
-    Each was found, and is held, by ``python -m benchmarks.census transformers``.
+    """A peculiarity of some model types that a cache must know of; the value describes it. Each was found,
+    and is checked, by ``python -m benchmarks.census transformers``.
     """
 
     NO_CACHE = "takes no cache of keys and values"
@@ -85,48 +84,50 @@ _TRAITS = {
 
 
 def grows(kind: Kind) -> bool:
-    """Whether a layer has something of every token."""
+    """Whether a layer stores something for every token."""
     return kind.attends or kind.name in STATES
 
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """What a layer stores one entry for each ``rate`` tokens of, by its names."""
+    """A compressor of a layer, by name, which stores one entry for each ``rate`` tokens."""
 
     rate: int
     names: tuple[str, ...]
 
     @property
     def reach(self) -> int:
-        """How many tokens of inputs the next entry may need: with an indexer, entries overlap by a window."""
+        """The number of input tokens that the next entry may need; with an indexer, entries overlap by a
+        window.
+        """
         return self.rate * len(self.names)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The kind of every layer of a decoder, and whether an encoder stands beside it."""
+    """The kind of every layer of a decoder, and whether it has an encoder."""
 
     layers: tuple[Kind, ...]
     states: tuple[int, ...] = ()
-    """How many convolutions and recurrences each layer has states of, beside K and V or alone."""
+    """By layer, the number of convolutions and recurrences with states, with or without K and V."""
     indexed: frozenset[int] = frozenset()
-    """Layers whose tokens may have keys of an indexer too, beside K and V."""
+    """Layers whose tokens may also have keys of an indexer."""
     compressed: Mapping[int, Compression] = field(default_factory=dict, hash=False)
-    """By layer, what it stores entries of beside K and V."""
+    """By layer, the compressors that store entries besides K and V."""
     encoder: bool = False
     conv_shape: tuple[int, ...] = ()
     state_shape: tuple[int, ...] = ()
-    """Of one sequence's states, where the config tells; else those that a layer brings first."""
+    """The shape of one sequence's states, if the config gives it; else that of the first states stored."""
     grouped: bool = False
-    """Whether several heads of queries share one of keys and values."""
+    """Whether several query heads share a KV head."""
     model_type: str = ""
     traits: frozenset[Trait] = frozenset()
     config: Any = field(default=None, compare=False, repr=False)
-    """Where the model looks up which attention to call, at each call."""
+    """The config in which the model looks up its attention implementation at each call."""
 
     @property
     def attends(self) -> bool:
-        """Whether attention is ours too, and reads the cache itself."""
+        """Whether our caches compute attention."""
         return getattr(self.config, "_attn_implementation", None) == ATTENTION
 
     def refuse(self, op: str, trait: Trait, remedy: str) -> None:
@@ -136,13 +137,13 @@ class Plan:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The different kinds of attention to the tokens before, in the order of their first layer."""
+        """The kinds of attention to earlier tokens, in the order of their first layer."""
         entries = [Kind(COMPRESSED, compression.rate) for compression in self.compressed.values()]
         return tuple(dict.fromkeys([*(kind for kind in self.held.values() if kind.attends), *entries]))
 
     @property
     def held(self) -> dict[int, Kind]:
-        """What each number stores of single tokens: the layers, and behind them the inputs of entries."""
+        """By number, the kind of what is stored for each token: the layers, then the inputs of entries."""
         inputs = {
             self.parts(layer, i)[0]: Kind(SLIDING, compression.reach)
             for layer, compression in self.compressed.items()
@@ -152,43 +153,44 @@ class Plan:
 
     @property
     def numbers(self) -> int:
-        """How many numbers rows keep account by: layers, and what they store beside K and V."""
+        """The number of indices by which rows count: layers, then what layers store besides K and V."""
         return len(self.layers) * (5 if self.compressed else 2)
 
     def parts(self, layer: int, i: int) -> tuple[int, int]:
-        """By which numbers the inputs and the entries of a layer's compressor ``i`` are stored."""
+        """The indices under which the inputs and the entries of a layer's compressor ``i`` are stored."""
         inputs = layer + len(self.layers) * (1 + 2 * i)
         return inputs, inputs + len(self.layers)
 
     @property
     def crossing(self) -> range | tuple[int, ...]:
-        """The layers that read an encoder's output: all where one stands beside, else those of images."""
-        found = tuple(i for i, kind in enumerate(self.layers) if kind.name == CROSS)
-        return found if found or not self.encoder else range(len(self.layers))
+        """The layers that read an encoder's output: all if the model has an encoder, else those for
+        images.
+        """
+        crossing = tuple(i for i, kind in enumerate(self.layers) if kind.name == CROSS)
+        return crossing if crossing or not self.encoder else range(len(self.layers))
 
     @property
     def is_hybrid(self) -> bool:
         return any(self.states)
 
     def part(self, layer: int) -> int:
-        """By which number rows keep account of a layer's states, and store the keys of its indexer.
-
-        Where it has K and V too, one of its own, behind all layers: no layer has states and an indexer.
+        """The index under which rows count a layer's states, or store the keys of its indexer. If the layer
+        has K and V too, it is a separate index after all layers; no layer has both states and an indexer.
         """
         return layer + len(self.layers) * self.layers[layer].attends
 
 
 def layer_plan(config: Any) -> Plan:
-    """The plan of a model's decoder. NotSupportedError for layers that none of our caches serves."""
+    """The plan of a model's decoder. Raises NotSupportedError for unsupported layers."""
     if not hasattr(config, "get_text_config"):
         raise InvalidRangeError(
             f"HFCache: config is a {type(config).__name__}; it must be the config of a model: model.config"
         )
     decoder = config.get_text_config(decoder=True)
     traits = frozenset(trait for trait, types in _TRAITS.items() if decoder.model_type in types.split())
-    found = Plan((), model_type=decoder.model_type, traits=traits)
+    plan = Plan((), model_type=decoder.model_type, traits=traits)
     for trait in (Trait.NO_CACHE, Trait.ANEW):
-        found.refuse("HFCache", trait, "use it without one")
+        plan.refuse("HFCache", trait, "use it without one")
     try:
         types, arguments = get_layer_types_and_kwargs(decoder)
     except AttributeError as error:
@@ -199,7 +201,7 @@ def layer_plan(config: Any) -> Plan:
         raise NotSupportedError(f"HFCache: the config of {decoder.model_type} lists no layers")
     layers: list[Kind] = []
     counts: list[int] = []
-    # Decoding that leaves a model early says so in the count of layers alone, and the types are more.
+    # With early exit, only the count of layers is reduced, and there are more types.
     for i, (layer_type, options) in enumerate(zip(types, arguments, strict=False)):
         if layer_type not in _TYPES:
             raise NotSupportedError(
@@ -215,14 +217,14 @@ def layer_plan(config: Any) -> Plan:
     crossed = getattr(decoder, "cross_attention_layers", None) or ()
     layers = [Kind(CROSS) if i in crossed else kind for i, kind in enumerate(layers)]
     encoder = config.is_encoder_decoder or Kind(CROSS) in layers
-    # Models of more than text and those of others may not know what to do with a mask that is made before;
-    # transformers 5.19 cannot make those of chunks, and Moshi's own mask is not the one that its config says.
+    # Multimodal and third-party models may not accept a deferred mask; transformers 5.19 cannot make masks of
+    # chunks, and Moshi's own mask differs from its config.
     known = decoder is config and type(config).__module__.startswith("transformers.models.")
-    # Nor does it make those of windows beside states as it should.
+    # It also makes incorrect masks for windows combined with states.
     known = known and "hybrid_sliding" not in types
     plain = known and Trait.UNEVEN not in traits and all(kind.name != CHUNKED for kind in layers)
     grouped = plain and _is_grouped(decoder)
-    asked = config if config.is_encoder_decoder else decoder  # of encoder-decoders it may be a copy
+    asked = config if config.is_encoder_decoder else decoder  # for encoder-decoders it may be a copy
     return Plan(
         tuple(layers),
         tuple(counts),
@@ -242,12 +244,14 @@ def layer_plan(config: Any) -> Plan:
 
 
 def empty_layer() -> Any:
-    """transformers' layer that keeps nothing. It came with 5.23, as did the configs that name such layers."""
+    """transformers' layer that stores nothing. It was added in 5.23, as were configs with such layers."""
     return cache_utils.DummyLayer()
 
 
 def _state_shapes(config: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of convolution and recurrent states of the gated delta rule; () for other kinds of linear attention."""
+    """The shapes of the gated delta rule's convolution and recurrent states; () for other linear
+    attention.
+    """
     if not hasattr(config, "linear_num_value_heads"):
         return (), ()
     heads, key_dim = config.linear_num_value_heads, config.linear_key_head_dim
@@ -263,7 +267,7 @@ def _is_grouped(config: Any) -> bool:
 
 
 def _decoder_layers(config: Any, count: int) -> int:
-    """How many layers a decoder has, whose config may count its encoder's in ``num_hidden_layers``."""
-    # get_text_config() moves some names to others: what getattr() finds then is the class's default.
-    told = vars(config)
-    return int(told.get("decoder_layers") or told.get("num_decoder_layers") or count)
+    """The number of a decoder's layers; ``num_hidden_layers`` of its config may be the encoder's."""
+    # get_text_config() renames some attributes; getattr() then returns the class's default.
+    settings = vars(config)
+    return int(settings.get("decoder_layers") or settings.get("num_decoder_layers") or count)

@@ -1,7 +1,6 @@
-"""K and V of a layer where the model's own tensors can be copied into the cache's memory, and look into it.
-
-A decoded token of a small model is more Python than arithmetic. Where rows lie at even distances, which is
-known once for a pass, a layer's part in it is four views of its buffers and two copies.
+"""A fast path that copies a model's K and V directly into the cache's memory and returns views of it.
+Decoding with a small model takes more time in Python than in arithmetic. If rows are evenly spaced, which is
+determined once for a pass, each layer needs only four views of its buffers and two copies.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ __all__ = ["LayerViews"]
 
 
 class LayerViews:
-    """The buffers of one layer, plain numbers in memory that torch shares."""
+    """The buffers of one layer, in a plain format and in memory shared with torch."""
 
     __slots__ = ("_device", "_dtype", "_key", "_value", "buffers")
 
@@ -34,11 +33,10 @@ class LayerViews:
     def step(
         self, layer: int, forward: ForwardPass, reading: DenseBatch, key: torch.Tensor, value: torch.Tensor
     ) -> Pair | None:
-        """Store K and V (rows, heads, new tokens, dim) and give all that ``reading`` reads, as views.
-
-        The new tokens are the last of every row of ``reading``. None, and nothing done, where ``put`` and
-        ``read`` have to look closer: at the first pass of a layer, at rows that lie apart, at tensors of
-        other dtypes, shapes or devices than the layer's, or in its own memory.
+        """Store K and V (rows, heads, new tokens, dim) and return views of everything that ``reading`` reads.
+        The new tokens are the last of every row of ``reading``. Returns None, and does nothing, if the
+        general ``put`` and ``read`` are needed: for the first pass of a layer, rows that are not evenly
+        spaced, and tensors with other dtypes, shapes or devices than the layer's, or in its own memory.
         """
         if (
             reading.even is None
@@ -61,16 +59,16 @@ class LayerViews:
         ):
             return None
         try:
-            found = k.step(key, reading.even, reading.tokens), v.step(value, reading.even, reading.tokens)
-        except RuntimeError:  # of the device, say: ``put`` writes both anew, and says what it is
+            views = k.step(key, reading.even, reading.tokens), v.step(value, reading.even, reading.tokens)
+        except RuntimeError:  # for example of the device: ``put`` writes both again and reports it
             return None
         forward.note_put(self.buffers)
         self.buffers.note_read()
-        return found
+        return views
 
 
 class _Half:
-    """All cells of K, or of V; ``begin`` and ``end`` are its addresses."""
+    """All cells of K, or of V; ``begin`` and ``end`` are their addresses."""
 
     __slots__ = ("_offset", "_strides", "begin", "dim", "end", "heads", "whole")
 
@@ -82,7 +80,7 @@ class _Half:
         self.end = self.begin + whole.nbytes
 
     def step(self, x: torch.Tensor, even: tuple[int, int], tokens: int) -> torch.Tensor:
-        """Write ``x`` (rows, heads, new, dim) to the ends of runs of ``tokens`` cells, and give these.
+        """Write ``x`` (rows, heads, new, dim) to the ends of runs of ``tokens`` cells, and return the runs.
 
         The run of row i begins at cell ``even[0] + i * even[1]``.
         """

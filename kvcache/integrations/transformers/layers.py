@@ -1,4 +1,4 @@
-"""One layer of the cache as transformers sees it."""
+"""The layers of a cache in transformers' interface."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _INSIDE = {
 
 
 class RowsCache(TransformersCache):  # type: ignore[misc]
-    """A cache of transformers' over ``rows``, whose layers ``_attach`` makes."""
+    """A transformers cache over ``rows``, whose layers ``_attach`` makes."""
 
     rows: BatchRows
 
     @classmethod
     def of(cls, rows: BatchRows) -> Self:
-        """A cache of rows that are there already."""
+        """A cache over existing rows."""
         cache = cls.__new__(cls)
         cls._attach(cache, rows)
         return cache
@@ -43,13 +43,13 @@ class RowsCache(TransformersCache):  # type: ignore[misc]
         raise NotImplementedError
 
     def __dir__(self) -> list[str]:
-        """What a user, or a model, calls."""
+        """The names that a user or a model calls."""
         return sorted(set(super().__dir__()) - _INSIDE)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Straight to the layer: these caches neither add layers nor offload them."""
+        """Call the layer directly: these caches neither add nor offload layers."""
         if layer_idx >= len(self.layers):
             raise InvalidRangeError(
                 f"update: layer {layer_idx}; this cache was made for a config of {len(self.layers)} layers, "
@@ -59,22 +59,20 @@ class RowsCache(TransformersCache):  # type: ignore[misc]
 
     @property
     def is_linear(self) -> list[bool]:
-        """Which layers have states alone: masks are made for one that has K and V.
-
-        Of a cache that holds tokens and has no other layers, none: where all say so, ``generate`` takes it
-        that nobody counts the tokens, and gives those that the states have had once more.
+        """Which layers have only states: transformers makes masks for a layer with K and V. All False for a
+        nonempty cache without other layers: if all were True, ``generate`` would assume that tokens are not
+        counted, and pass those already in the states again.
         """
-        own: Any = self if hasattr(self, "layers") else self.self_attention_cache  # of an encoder-decoder
-        found = [
+        own: Any = self if hasattr(self, "layers") else self.self_attention_cache  # an encoder-decoder
+        linear = [
             isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, CacheLayerMixin)
             for layer in own.layers
         ]
-        return [False] * len(found) if all(found) and self.rows.length else found
+        return [False] * len(linear) if all(linear) and self.rows.length else linear
 
     def check_mask(self, mask: torch.Tensor, tokens: int, recurrent: bool) -> None:
-        """Refuse a mask (rows, tokens so far) of a pass of ``tokens`` that these rows cannot be read by.
-
-        ``recurrent``: it is that of layers with states.
+        """Refuse a mask (rows, tokens so far), for a pass of ``tokens``, that does not fit these rows.
+        ``recurrent``: it is for layers with states.
         """
         if recurrent:
             check_padding(self.rows.pool.plan.model_type, mask, self.least_held, tokens)
@@ -86,7 +84,7 @@ class RowsCache(TransformersCache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is allocated, forks included."""
+        """Bytes of all allocated memory, including forks."""
         pool = self.rows.pool
         return int(getattr(pool.family.all, "nbytes", 0)) if pool.bound else 0
 
@@ -95,7 +93,7 @@ watch_masks(RowsCache)
 
 
 class _OurLayer:
-    """What all of our layers say alike, speculative decoding's questions included."""
+    """Shared by all of our layers, including the queries of speculative decoding."""
 
     rows: BatchRows
     is_compileable = False
@@ -103,11 +101,11 @@ class _OurLayer:
     supports_early_init = False
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: buffers are allocated by the first ``update``."""
+        """A no-op: buffers are allocated by the first ``update``."""
 
     @property
     def record_past(self) -> bool:
-        """Whether a crop takes back the pass since the crop before. It holds for all layers alike."""
+        """Whether a crop removes the pass since the previous crop. The value is shared by all layers."""
         return self.rows.settled is not None
 
     @record_past.setter
@@ -121,7 +119,7 @@ class _OurLayer:
 
 def _refusing(op: str) -> Callable[..., None]:
     def refuse(self: Any, *args: Any, **options: Any) -> None:
-        """All layers change together: NotSupportedError."""
+        """Raise NotSupportedError: all layers change together."""
         raise NotSupportedError(
             f"{op}: of layer {self.layer} alone; all layers change together: call {op} of the cache"
         )
@@ -142,20 +140,22 @@ class _KeysAndValues:
 
     @property
     def found(self) -> Pair | None:
-        """All that later tokens may see, (rows, heads, tokens, dim) each; None before the first."""
+        """Everything that later tokens may see, each (rows, heads, tokens, dim); None before the first
+        token.
+        """
         raise NotImplementedError
 
     @property
     def keys(self) -> torch.Tensor | None:
-        return None if (found := self.found) is None else found[0]
+        return None if (pair := self.found) is None else pair[0]
 
     @property
     def values(self) -> torch.Tensor | None:
-        return None if (found := self.found) is None else found[1]
+        return None if (pair := self.found) is None else pair[1]
 
 
 class AttentionLayer(_OurLayer, _KeysAndValues, CacheLayerMixin):  # type: ignore[misc]
-    """K and V of one layer, in the cache of its kind."""
+    """K and V of one layer, in its kind's cache."""
 
     def __init__(self, rows: BatchRows, layer: int, kind: Kind) -> None:
         self.rows, self.layer, self.kind = rows, layer, kind
@@ -166,7 +166,7 @@ class AttentionLayer(_OurLayer, _KeysAndValues, CacheLayerMixin):  # type: ignor
         return self.rows.seen[self.layer] > 0
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
-        """Store K and V (rows, heads, new tokens, dim); all that the new tokens may see."""
+        """Store K and V (rows, heads, new tokens, dim); returns everything that the new tokens may see."""
         rows = self.rows
         if rows.removed and rows.seen[self.layer] == rows.length:
             check_positions(kwargs.get("kwargs") or {}, rows.length, key_states.shape[2], rows.removed)
@@ -192,7 +192,7 @@ class AttentionLayer(_OurLayer, _KeysAndValues, CacheLayerMixin):  # type: ignor
 
 
 class CrossLayer(_OurLayer, _KeysAndValues, CacheLayerMixin):  # type: ignore[misc]
-    """K and V of the encoder's output in one layer, stored once and read by every later token."""
+    """K and V of the encoder's output in one layer, stored once and read by all later tokens."""
 
     def __init__(self, rows: BatchRows, layer: int) -> None:
         self.rows, self.layer = rows, layer
@@ -202,11 +202,11 @@ class CrossLayer(_OurLayer, _KeysAndValues, CacheLayerMixin):  # type: ignore[mi
         return self.rows.has_encoded(self.layer)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
-        """Store K and V (rows, heads, length, dim) of the encoder's output; returns what is stored."""
+        """Store K and V (rows, heads, length, dim) of the encoder's output; returns the stored ones."""
         self.rows.put_encoded(self.layer, key_states, value_states)
-        found = self.found
-        assert found is not None
-        return found
+        pair = self.found
+        assert pair is not None
+        return pair
 
     @property
     def found(self) -> Pair | None:
@@ -223,13 +223,13 @@ class CrossLayer(_OurLayer, _KeysAndValues, CacheLayerMixin):  # type: ignore[mi
 
 
 def each_layer(cache: Any) -> Iterator[tuple[Any, ...]]:
-    """K, V and the window, or None, of each layer, as a DynamicCache gives them to a loop."""
+    """K, V and the window (or None) of each layer, as in a loop over a DynamicCache."""
     for layer in cache.layers:
         yield layer.keys, layer.values, torch.tensor(layer.kind.size) if layer.is_sliding else None
 
 
 class CrossCache(TransformersCache):  # type: ignore[misc]
-    """What all layers of cross attention read. Some models make another one, empty, by this class."""
+    """The cache of all cross attention layers. Some models create another, empty one through this class."""
 
     def __init__(self, layers: Sequence[CrossLayer] = (), **options: Any) -> None:
         TransformersCache.__init__(self, layers=[*layers])
@@ -238,7 +238,7 @@ class CrossCache(TransformersCache):  # type: ignore[misc]
 
 
 class Crossing:
-    """An EncoderDecoderCache that stays with its own CrossCache where a model gives it an empty one."""
+    """An EncoderDecoderCache that keeps its own CrossCache if a model assigns an empty one."""
 
     _cross: CrossCache
     self_attention_cache: Any
@@ -254,14 +254,14 @@ class Crossing:
     def cross_attention_cache(self, cache: Any) -> None:
         if not isinstance(cache, CrossCache):
             raise NotSupportedError(
-                f"HFCache: a {type(cache).__name__} for cross attention, which lies in this cache too"
+                f"HFCache: a {type(cache).__name__} for cross attention, which this cache stores itself"
             )
         if len(cache) or not hasattr(self, "_cross"):
             self._cross = cache
 
 
 class FetchedStates(Mapping[int, torch.Tensor | None]):
-    """The states of one name in a layer, fetched when one of them is looked at."""
+    """The states with one name in a layer, fetched on first use."""
 
     def __init__(self, states: States, layer: int, name: str, count: int) -> None:
         self.states, self.layer, self.name, self.count = states, layer, name, count
@@ -287,7 +287,7 @@ class LinearLayer(_OurLayer, LinearAttentionCacheLayerMixin):  # type: ignore[mi
 
     @property
     def is_croppable(self) -> bool:
-        """A recurrent state goes back to a checkpoint or not at all, which ``crop`` says."""
+        """False: a recurrent state can only go back to a checkpoint, which ``crop`` reports."""
         return self.kind.name == CONV or self.states.convolves(self.layer)
 
     @property
@@ -300,9 +300,8 @@ class LinearLayer(_OurLayer, LinearAttentionCacheLayerMixin):  # type: ignore[mi
 
     @property
     def conv_states(self) -> Mapping[int, torch.Tensor | None]:
-        """The convolution states (rows, channels, kernel) for the next tokens to go on from.
-
-        They may be written into instead of calling ``update_conv_state``: who asks brings a token.
+        """The convolution states (rows, channels, kernel) before the next tokens. A one-token pass may write
+        into them instead of calling ``update_conv_state``.
         """
         return FetchedStates(self.states, self.layer, "conv", self.number_of_states)
 
@@ -318,9 +317,8 @@ class LinearLayer(_OurLayer, LinearAttentionCacheLayerMixin):  # type: ignore[mi
         conv_kernel_size: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Take new inputs (rows, channels, tokens); those before them and they themselves are returned.
-
-        With ``Trait.WHOLE`` it is the new states that are taken, and returned.
+        """Store new inputs (rows, channels, tokens); returns the previous inputs followed by the new ones.
+        With ``Trait.WHOLE``, stores and returns the new states.
         """
         if Trait.WHOLE in self.rows.pool.plan.traits:
             return self.states.bring(self.layer, state_name("conv", state_idx), conv_states)
@@ -335,7 +333,7 @@ class LinearLayer(_OurLayer, LinearAttentionCacheLayerMixin):  # type: ignore[mi
 
 
 class HybridLayer(LinearLayer, AttentionLayer):  # type: ignore[override]
-    """K and V of one layer, and the states beside them."""
+    """K and V of one layer, and its states."""
 
     def __init__(self, states: States, layer: int, kind: Kind, count: int) -> None:
         AttentionLayer.__init__(self, states.rows, layer, kind)

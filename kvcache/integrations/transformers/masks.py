@@ -1,4 +1,6 @@
-"""Masks that do not fit a cache: refused where transformers makes them, which shows no cache its mask."""
+"""Refuses masks that do not fit a cache, when transformers creates them, since it does not pass masks to
+caches.
+"""
 
 from __future__ import annotations
 
@@ -21,27 +23,26 @@ _MADE_BY = (
 )  # fmt: skip
 
 
-def check_width(mask: torch.Tensor, held: int, tokens: int) -> None:
-    """Refuse a mask of another width than the ``held`` tokens and ``tokens`` new ones: InvalidRangeError."""
-    if mask.shape[1] != held + tokens:
+def check_width(mask: torch.Tensor, stored: int, tokens: int) -> None:
+    """Raise InvalidRangeError unless the mask's width is ``stored`` tokens plus ``tokens`` new ones."""
+    if mask.shape[1] != stored + tokens:
         raise InvalidRangeError(
-            f"HFCache: an attention_mask of {mask.shape[1]} columns for {tokens} new tokens behind {held} "
-            f"that are held; it must have {held + tokens}, without the columns that remove() took out"
+            f"HFCache: an attention_mask of {mask.shape[1]} columns for {tokens} new tokens after {stored} "
+            f"stored ones; it must have {stored + tokens}, without the columns removed by remove()"
         )
 
 
-def check_positions(given: Mapping[str, Any], held: int, tokens: int, removed: int) -> None:
-    """Refuse positions that count tokens which ``remove`` took out: InvalidRangeError.
-
-    ``generate`` counts them by its mask, of which it shows the model nothing if all of it is ones.
+def check_positions(arguments: Mapping[str, Any], stored: int, tokens: int, removed: int) -> None:
+    """Raise InvalidRangeError for positions that count tokens removed by ``remove``. ``generate`` counts
+    positions by its mask, which it does not pass to the model if it is all ones.
     """
-    positions = given.get("position_ids")
+    positions = arguments.get("position_ids")
     last = -1 if positions is None else int(positions.max())
-    if last >= held + tokens:
+    if last >= stored + tokens:
         raise InvalidRangeError(
-            f"HFCache: position {last} for {tokens} new tokens behind {held} that are held: {removed} were "
+            f"HFCache: position {last} for {tokens} new tokens after {stored} stored ones: {removed} were "
             "removed, and later ones have moved down; pass tokens, attention_mask and position_ids without "
-            "what was removed"
+            "the removed ones"
         )
 
 
@@ -61,13 +62,13 @@ def check_padding(model_type: str, mask: torch.Tensor, held: int, tokens: int) -
         row, column = where[0].tolist()
         raise NotSupportedError(
             f"HFCache: the attention_mask hides token {mask.shape[1] - tokens + column} of row {row}, which "
-            f"would enter the recurrent states of {model_type} all the same; pad on the left of the first "
-            "prompt only, and give conversations that go on with turns of other lengths caches of their own"
+            f"would still enter the recurrent states of {model_type}; pad only on the left of the first "
+            "prompt, and use separate caches for conversations that continue with turns of different lengths"
         )
 
 
 def watch_masks(kind: type) -> None:
-    """From now on have caches of class ``kind`` check the masks that are made for them (``check_mask``)."""
+    """Make caches of class ``kind`` check the masks created for them (``check_mask``)."""
     for name in _MADE_BY:
         original: Any = getattr(masking_utils, name)
         if not hasattr(original, "watches"):
@@ -77,17 +78,20 @@ def watch_masks(kind: type) -> None:
 def _watched(original: Any, kind: type, recurrent: bool) -> Any:
     @functools.wraps(original)
     def create(*args: Any, **options: Any) -> Any:
-        given = (
+        arguments = (
             dict(zip(("config", "inputs_embeds", "attention_mask", "cache"), args, strict=False)) | options
         )
-        mask, cache = given.get("attention_mask"), given.get("cache", given.get("past_key_values"))
+        mask, cache = (
+            arguments.get("attention_mask"),
+            arguments.get("cache", arguments.get("past_key_values")),
+        )
         if (
             isinstance(cache, kind)
             and isinstance(mask, torch.Tensor)
             and mask.ndim == 2
             and not is_tracing(mask)
         ):
-            cache.check_mask(mask, given["inputs_embeds"].shape[1], recurrent)  # type: ignore[attr-defined]
+            cache.check_mask(mask, arguments["inputs_embeds"].shape[1], recurrent)  # type: ignore[attr-defined]
         return original(*args, **options)
 
     create.watches = kind  # type: ignore[attr-defined]
@@ -95,7 +99,9 @@ def _watched(original: Any, kind: type, recurrent: bool) -> Any:
 
 
 def _replace(name: str, original: Any, watched: Any) -> None:
-    """In all modules that have it by its name, and in transformers' table of masks by kinds of layers."""
+    """Replace it in all modules that import it by name, and in transformers' table of masks by kinds of
+    layers.
+    """
     for module in [*sys.modules.values()]:
         if getattr(module, "__dict__", {}).get(name) is original:
             setattr(module, name, watched)

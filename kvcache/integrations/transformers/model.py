@@ -1,8 +1,7 @@
-"""A model of transformers that the engine drives: ``Engine(TransformersModel(model))``.
-
-The engine starts a pass over the next tokens of all its requests and calls the model with them. Attention
-reads K and V of each sequence from the engine's cache, as ``attn_implementation="kvcache"`` does it in an
-HFCache; logits are computed of those tokens alone that the engine asks for.
+"""A model of transformers for the engine: ``Engine(TransformersModel(model))``. The engine starts a pass over
+the next tokens of all its requests and calls the model with them. Attention reads K and V of each sequence
+from the engine's cache, as ``attn_implementation="kvcache"`` does with an HFCache; logits are computed only
+for the tokens that the engine requests.
 """
 
 from __future__ import annotations
@@ -50,14 +49,14 @@ class TransformersModel(DrivenModel):
         with Engine(TransformersModel(model)) as engine:
             answers = engine.complete([[1, 2, 3], [1, 2, 4]])
 
-    Where it is made, the model computes a few tokens, of two sequences in several passes, and once more
-    without a cache; where the logits differ in every ``layout``, it is refused: NotSupportedError, and the
-    model is as it was. Else it keeps ``attn_implementation="kvcache"`` if it has one to choose, with which it
-    still works by itself and with other caches.
+    The constructor computes a few tokens of two sequences in several passes, and once more without a cache.
+    If the logits differ in every ``layout``, it raises NotSupportedError and leaves the model unchanged.
+    Otherwise the model keeps ``attn_implementation="kvcache"`` if it supports the choice; it still works on
+    its own and with other caches.
 
-    ``backend`` is where K and V are: one that is open, a name, or None for torch on the model's device.
-    Its weights and adapters may change while no request is running: what they compute is found by requests
-    for the same adapters alone, as in HFPrefixCache.
+    ``backend`` stores K and V: an open one, a name, or None for torch on the model's device. The model's
+    weights and adapters may change while no request is running: cached tokens are reused only by requests
+    with the same adapters, as in HFPrefixCache.
     """
 
     def __init__(self, model: Any, backend: ml.Backend | str | None = None) -> None:
@@ -104,7 +103,7 @@ class TransformersModel(DrivenModel):
         return f"<TransformersModel: {type(self.model).__name__}, one call of it has {self.layout.value}>"
 
     def make_cache(self) -> Any:
-        """A cache for the model's layers, still to be bound by ``init``."""
+        """A cache for the model's layers, not yet bound by ``init``."""
         plan, states, shift = self.plan, None, None
         with contextlib.suppress(NotSupportedError):
             shift = rope_shift(self.model.config)
@@ -114,7 +113,7 @@ class TransformersModel(DrivenModel):
         return ModelCaches(plan.kinds, states, lookback=LOOKBACK, shift=shift).all
 
     def variant(self) -> Part:
-        """What computes beside the weights that it was given with: adapters, and later changes of these."""
+        """Identifies adapters and changes of the weights since construction."""
         return self._adapters.variant()
 
     def identity(self) -> dict[str, str]:
@@ -144,7 +143,7 @@ class TransformersModel(DrivenModel):
         self, ctx: ml.Context, cache: Any, ids: Any, positions: np.ndarray, sequences: np.ndarray,
         outputs: np.ndarray,
     ) -> ml.Tensor:  # fmt: skip
-        """Logits F32 (outputs, vocabulary) of one call of the model, which is a pass of the cache."""
+        """Logits F32 (outputs, vocabulary) of one call of the model, which is one pass of the cache."""
         cache.start_forward(ctx, Batch(positions.tolist(), sequences.tolist()))
         passing = self._cache_of(cache)
         starts = np.flatnonzero(np.diff(sequences, prepend=-1))
@@ -154,17 +153,20 @@ class TransformersModel(DrivenModel):
         passing.call = Call(
             ctx, sequences[starts].tolist(), positions[starts].tolist(), counts.tolist(), rows, tokens
         )
-        given: dict[str, Any] = {"input_ids": self._ids(ids).view(rows, tokens), self._cache_name: passing}
+        arguments: dict[str, Any] = {
+            "input_ids": self._ids(ids).view(rows, tokens),
+            self._cache_name: passing,
+        }
         if self._takes_positions:
-            given["position_ids"] = torch.from_numpy(positions).to(self.device).view(rows, tokens)
+            arguments["position_ids"] = torch.from_numpy(positions).to(self.device).view(rows, tokens)
         wanted = torch.from_numpy(outputs).to(self.device)
         some = self._takes_rows and rows == 1
         if some:
-            given["logits_to_keep"] = wanted
+            arguments["logits_to_keep"] = wanted
         for part in self._placing:
             part.rope_deltas = None
         with torch.inference_mode():
-            logits: torch.Tensor = self.model(**given, use_cache=True).logits
+            logits: torch.Tensor = self.model(**arguments, use_cache=True).logits
         flat = logits.reshape(-1, logits.shape[-1])
         return self._bridge.to_backend(ctx.input(), (flat if some else flat[wanted]).float())
 
@@ -176,7 +178,9 @@ class TransformersModel(DrivenModel):
         return torch.from_numpy(ids).to(self.device)
 
     def _steps(self, run: np.ndarray, positions: np.ndarray, asked: np.ndarray) -> Iterable[np.ndarray]:
-        """The tokens of one sequence; one after another where the model goes on from a state by one alone."""
+        """The tokens of one sequence; one by one if the model continues a state by only one token at a
+        time.
+        """
         return run.reshape(-1, 1) if positions[run[0]] and Trait.BY_ONE in self.plan.traits else [run]
 
     def _cache_of(self, cache: Any) -> PassCache:
@@ -188,19 +192,18 @@ class TransformersModel(DrivenModel):
             self._last_of = cache
         return self._last
 
-    # How it is driven.
+    # Choosing a layout.
 
     def _choose(self, attention: str | None) -> bool:
-        """Let the model attend so; whether it does."""
+        """Set the model's attention implementation; returns whether it was accepted."""
         if attention != getattr(self.plan.config, "_attn_implementation", None):
             with contextlib.suppress(ValueError, ImportError):
                 self.model.set_attn_implementation(attention)
         return bool(getattr(self.plan.config, "_attn_implementation", None) == attention)
 
     def _ways(self, before: str | None) -> Iterator[None]:
-        """The fastest first: by whom attention is computed, layouts, and whether positions are given.
-
-        Some models begin to count at 2.
+        """Ways to run the model, fastest first: attention implementation, layout, and whether positions are
+        passed. Some models count positions from 2.
         """
         positions = "position_ids" in inspect.signature(self.model.forward).parameters
         for attends in (True, False):
@@ -219,11 +222,11 @@ class TransformersModel(DrivenModel):
         for part in self._placing:
             part.rope_deltas = None
         with torch.no_grad(), silently():
-            found: np.ndarray = self.model(input_ids=ids, use_cache=False).logits[0].float().cpu().numpy()
-        return found
+            logits: np.ndarray = self.model(input_ids=ids, use_cache=False).logits[0].float().cpu().numpy()
+        return logits
 
     def sizes(self, cache: Any, vocabulary: int) -> Sizes:
-        """Of what the layers store, and what the model's config says."""
+        """The sizes from the layers' storage and the model's config."""
         decoder, plan = self.model.config.get_text_config(decoder=True), self.plan
         own = ModelCaches.over(plan.kinds, cache)
         windows = {
@@ -253,7 +256,9 @@ class TransformersModel(DrivenModel):
 
 
 def _plan_of(model: Any) -> Plan:
-    """The plan of a model that may be driven. NotSupportedError for those that have no tokens to come."""
+    """The plan of a supported model. Raises NotSupportedError for models that do not generate text from
+    tokens alone.
+    """
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise NotSupportedError(f"TransformersModel: {name} has an encoder, whose input is no text before")
@@ -263,7 +268,7 @@ def _plan_of(model: Any) -> Plan:
     if getattr(plan.config, "use_bidirectional_attention", None) in (True, "all") or (
         getattr(plan.config, "is_causal", True) is False
     ):
-        raise NotSupportedError(f"TransformersModel: in {name} tokens attend to later ones too")
+        raise NotSupportedError(f"TransformersModel: in {name}, tokens attend to later ones too")
     for trait in (Trait.INSIDE, Trait.UNEVEN, Trait.COMPRESSED, Trait.OWN_CLASS):
         plan.refuse("TransformersModel", trait, "use model.generate with an HFCache")
     if model.dtype not in (torch.float32, torch.float16, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""What a model of transformers is given as its cache, where the engine has begun the pass (``Layout``)."""
+"""The cache passed to a model of transformers in a pass begun by the engine (``Layout``)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 class Call:
     """One call of the model: the tokens ``[begins[i], begins[i] + counts[i])`` of ``sequences[i]``.
 
-    ``tokens`` is how many columns the model's inputs have; ``rows`` how many rows.
+    The model's inputs have ``rows`` rows and ``tokens`` columns.
     """
 
     ctx: ml.Context
@@ -45,11 +45,11 @@ class Call:
 
     @property
     def fresh(self) -> bool:
-        """Whether nothing came before."""
+        """Whether there are no earlier tokens."""
         return not any(self.begins)
 
     def parts(self) -> Iterator[tuple[int, slice, slice]]:
-        """Of each sequence its number, and where its tokens are: rows and columns."""
+        """For each sequence its number, and the rows and columns of its tokens."""
         end = 0
         for i, count in enumerate(self.counts):
             if self.rows > 1:
@@ -60,9 +60,8 @@ class Call:
 
 
 class PassCache(TransformersCache):  # type: ignore[misc]
-    """The layers of one of the engine's caches, in the pass that ``call`` is of.
-
-    ``caches``: that of each kind of attention. ``attends``: whether attention is ours and reads them itself.
+    """The layers of one of the engine's caches, in the pass of ``call``. ``caches``: the cache of each kind
+    of attention. ``attends``: whether our caches compute attention.
     """
 
     call: Call
@@ -107,14 +106,14 @@ class PassCache(TransformersCache):  # type: ignore[misc]
         return False
 
     def read(self, layer: int, kind: Kind, i: int, like: torch.Tensor) -> Pair:
-        """K and V (1, heads, tokens, dim) of all that the call's tokens of sequence ``i`` may see."""
+        """K and V (1, heads, tokens, dim) of everything that the call's tokens of sequence ``i`` may see."""
         call = self.call
         reading = DenseBatch(self.caches[kind], [call.sequences[i]], first_seen(kind, call.begins[i]))
         keys, values = reading.read(call.ctx.layer(layer), layer)
-        found = self.bridge.to_torch(keys, like), self.bridge.to_torch(values, like)
+        pair = self.bridge.to_torch(keys, like), self.bridge.to_torch(values, like)
         if Trait.CONTIGUOUS in self.plan.traits:
-            return found[0].contiguous(), found[1].contiguous()
-        return found
+            return pair[0].contiguous(), pair[1].contiguous()
+        return pair
 
 
 def first_seen(kind: Kind, begin: int) -> int:
@@ -123,13 +122,15 @@ def first_seen(kind: Kind, begin: int) -> int:
 
 
 class PassKeys:
-    """A layer's K and V in a call: what ``attention`` finds as ``stored`` of the keys that it is given."""
+    """A layer's K and V in a call, which ``attention`` finds as ``stored`` of its keys."""
 
     def __init__(self, cache: PassCache, layer: int, kind: Kind) -> None:
         self._cache, self._layer, self.kind, self.current = cache, layer, kind, cache.call
 
     def pair(self, key: torch.Tensor, value: torch.Tensor) -> Pair:
-        """What stands for all that the call may see; dense tensors are made of it for one sequence alone."""
+        """Deferred K and V of everything that the call may see; dense tensors exist only for a single
+        sequence.
+        """
         cache, call = self._cache, self.current
         tokens = call.begins[0] + call.tokens - first_seen(self.kind, call.begins[0])
         made: list[Pair] = []
@@ -160,12 +161,12 @@ class PassKeys:
         ctx = self.current.ctx.layer(self._layer)
         cache.set_layer(self._layer)
         logits = None if sinks is None else bridge.to_backend(ctx, sinks)
-        found = cache.attend(ctx, bridge.to_backend(ctx, tokens_of(query)), scale, logits)
-        return bridge.to_torch(found, query).view(*query.shape[0:3:2], query.shape[1], -1)
+        attended = cache.attend(ctx, bridge.to_backend(ctx, tokens_of(query)), scale, logits)
+        return bridge.to_torch(attended, query).view(*query.shape[0:3:2], query.shape[1], -1)
 
     @property
     def several(self) -> bool:
-        """Whether keys cannot be given as one dense tensor."""
+        """Whether the keys cannot be one dense tensor."""
         return self._cache.layout is not Layout.ALONE
 
     def each(
@@ -177,14 +178,16 @@ class PassKeys:
         mask: torch.Tensor | None,
         options: Mapping[str, Any],
     ) -> tuple[torch.Tensor, None]:
-        """``attend`` to each sequence by itself, where it asks for what no cache does: for soft caps, say."""
+        """``attend`` to each sequence separately, for options that caches do not support, such as soft
+        caps.
+        """
         pattern = getattr(mask, "pattern", None)
         name = type(module).__name__
         if pattern is None:
-            raise NotSupportedError(f"{name} has a mask of its own, which takes all tokens for one text")
-        for asked, given in options.items():
-            if isinstance(given, torch.Tensor) and given.ndim > 1:
-                raise NotSupportedError(f"attention of {name} asks for {asked}, which is of one text")
+            raise NotSupportedError(f"{name} has a mask of its own, which treats all tokens as one text")
+        for asked, option in options.items():
+            if isinstance(option, torch.Tensor) and option.ndim > 1:
+                raise NotSupportedError(f"attention of {name} asks for {asked}, which applies to one text")
         out: torch.Tensor | None = None
         for i, rows, columns in self.current.parts():
             key, value = self._cache.read(self._layer, self.kind, i, query)
@@ -204,7 +207,7 @@ class PassKeys:
 
 
 class _PassLayer:
-    """What all layers say alike."""
+    """Shared by all layers."""
 
     is_compileable = False
     is_croppable = False
@@ -213,7 +216,7 @@ class _PassLayer:
     record_past = False
 
     def lazy_initialization(self, *args: Any, **options: Any) -> None:
-        """Nothing to do: the engine has made the cache."""
+        """A no-op: the engine has created the cache."""
 
     def get_max_length(self) -> int:
         return -1
@@ -243,7 +246,9 @@ class AttentionPassLayer(_PassLayer, CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **options: Any
     ) -> Pair:
-        """Store K and V (rows, heads, new tokens, dim); what stands for all that the new tokens may see."""
+        """Store K and V (rows, heads, new tokens, dim); returns deferred K and V of everything that the new
+        tokens may see.
+        """
         owner = self.owner
         self.put(self.layer, key_states, value_states)
         self._had = owner.call
@@ -263,21 +268,23 @@ class AttentionPassLayer(_PassLayer, CacheLayerMixin):  # type: ignore[misc]
 
 
 class IndexedPassLayer(AttentionPassLayer):
-    """K and V of one layer, and the keys of the indexer that chooses which of them a token attends to."""
+    """K and V of one layer, and the keys of the indexer that selects the tokens attended to."""
 
     def __init__(self, owner: PassCache, layer: int, kind: Kind) -> None:
         super().__init__(owner, layer, kind)
         self._part = owner.plan.part(layer)
         self._indexed: Call | None = None
         self._brought: torch.Tensor | None = None
-        """Positions (axes, 1, new tokens) of a call whose keys have not come yet."""
+        """Positions (axes, 1, new tokens) of a call whose keys have not arrived yet."""
 
     @property
     def is_indexer_initialized(self) -> bool:
         return not self.owner.call.fresh or self._indexed is self.owner.call
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        """Store an indexer's keys (1, new tokens, dim); all of the sequence's, (1, tokens, dim)."""
+        """Store an indexer's keys (1, new tokens, dim); returns all keys of the sequence, (1, tokens,
+        dim).
+        """
         owner, keys, extra = self.owner, indexer_key_states[:, None], {}
         if self._brought is not None:
             places = self._brought.flatten(1).T.to(torch.int32)
@@ -288,17 +295,17 @@ class IndexedPassLayer(AttentionPassLayer):
 
     @property
     def indexer_position_ids(self) -> torch.Tensor | None:
-        """Positions (axes, 1, tokens) of all tokens, I64, as a model has set them; None where it has not."""
+        """Positions (axes, 1, tokens) of all tokens, I64, as set by the model; None if it has set none."""
         if not self.is_indexer_initialized:
             return None
         call, cache = self.owner.call, self.owner.caches[self.kind]
-        held = call.begins[0] + (call.tokens if self._indexed is call else 0)
+        count = call.begins[0] + (call.tokens if self._indexed is call else 0)
         reading = DenseBatch(cache, call.sequences[:1], unwritten=True)
-        found = reading.read_extra(call.ctx.layer(self._part), self._part, PLACES)
-        if found is None:
+        stored = reading.read_extra(call.ctx.layer(self._part), self._part, PLACES)
+        if stored is None:
             return None
         like = torch.empty((), dtype=torch.int64, device=self.owner.device)
-        return self.owner.bridge.to_torch(found, like)[:, :held].permute(2, 0, 1)
+        return self.owner.bridge.to_torch(stored, like)[:, :count].permute(2, 0, 1)
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: torch.Tensor) -> None:
@@ -317,7 +324,7 @@ class StatesPassLayer(_PassLayer, LinearAttentionCacheLayerMixin):  # type: igno
 
     @property
     def conv_states(self) -> Mapping[int, torch.Tensor | None]:
-        """The states (rows, channels, kernel) to go on from; they may be written into."""
+        """The states (rows, channels, kernel) before the call; they may be written."""
         return self._fetched("conv")
 
     @property
@@ -357,9 +364,8 @@ class StatesPassLayer(_PassLayer, LinearAttentionCacheLayerMixin):  # type: igno
         conv_kernel_size: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Take new inputs (rows, channels, tokens); those before them and they themselves are returned.
-
-        With ``Trait.WHOLE`` it is the new states that are taken, and returned.
+        """Store new inputs (rows, channels, tokens); returns the previous inputs followed by the new ones.
+        With ``Trait.WHOLE``, stores and returns the new states.
         """
         which, inputs = state_name("conv", state_idx), conv_states
         if self._whole:
@@ -384,7 +390,7 @@ class StatesPassLayer(_PassLayer, LinearAttentionCacheLayerMixin):  # type: igno
 
 
 class HybridPassLayer(StatesPassLayer, AttentionPassLayer):
-    """K and V of one layer, and the states beside them."""
+    """K and V of one layer, and its states."""
 
     def __init__(self, owner: PassCache, layer: int, kind: Kind, count: int) -> None:
         AttentionPassLayer.__init__(self, owner, layer, kind)

@@ -1,4 +1,4 @@
-"""One forward pass over the rows of a batch: what each kind of layer keeps, reads and sets aside."""
+"""One forward pass over the rows of a batch: what each kind of layer stores, reads and sets aside."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(slots=True, eq=False)
 class Shown:
-    """What the mask of a pass says is no padding."""
+    """The tokens of a pass that are not padding according to its mask."""
 
     mask: torch.Tensor | None
     """(rows, tokens so far)."""
     rows: np.ndarray | None
-    """The same on the host; None: nothing is hidden."""
+    """``mask`` on the host; None: nothing is hidden."""
     served: bool
-    """Whether the cache sees as this mask does."""
+    """Whether the cache applies the same mask."""
     blind: np.ndarray | None = None
-    """(rows, new tokens): those that see nothing, as padding on the left does; None: there are none."""
+    """(rows, new tokens): queries that see nothing, such as left padding; None: there are none."""
     dense: bool = False
-    """Whether reading all and hiding some is cheaper than reading what is shown."""
+    """Whether reading everything with a mask is cheaper than reading only visible tokens."""
 
 
 @dataclass(slots=True)
@@ -41,19 +41,20 @@ class ForwardPass:
     begin: int
     tokens: int
     attends: bool = False
-    """Whether attention is ours in it, and may read the cache itself."""
+    """Whether our caches compute attention in this pass."""
     stored: dict[Kind, int] = field(default_factory=dict)
-    """How many of the new tokens a kind keeps, where a window keeps not all of them."""
+    """By kind, the number of new tokens kept, if a window does not keep all of them."""
     readings: dict[Kind, DenseBatch] = field(default_factory=dict)
-    """What each kind's layers read: the past alone where not all that is new is kept."""
+    """By kind, what its layers read: only earlier tokens if not all new ones are kept."""
     aside: dict[int, Pair] = field(default_factory=dict)
-    """What layers of those kinds saw before the pass, and while passes are recorded what is new: K and V
-    that ``cut`` can come back to."""
-    given: list[weakref.ref[Deferred]] = field(default_factory=list)
-    """K and V that layers got and that are made when something looks into them."""
+    """K and V that ``cut`` can restore: what layers of those kinds saw before the pass, and the new tokens
+    while passes are recorded.
+    """
+    deferred: list[weakref.ref[Deferred]] = field(default_factory=list)
+    """Deferred K and V returned to layers."""
     masks: dict[Kind, Shown] = field(default_factory=dict)
-    """By which mask attention reads each kind."""
+    """By kind, the mask of attention."""
     states: dict[tuple[int, str], bool] = field(default_factory=dict)
-    """Layers and which of their states have had their share; True: fetched, and not given yet."""
+    """By layer and state: present once it took part in the pass; True: fetched but not yet updated."""
     encoded: dict[int, Pair | None] | None = None
-    """Where the pass brings an encoder's output: what layers that have not got it yet had before."""
+    """If the pass brings an encoder's output: the previous output of layers that have not received it yet."""

@@ -1,4 +1,4 @@
-"""On which device the K and V of each layer lie: where a model split over several has the layer."""
+"""The device of each layer's K and V: that of the layer, in a model split over several devices."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ __all__ = ["Places", "device_of", "layer_devices", "opened"]
 
 _log = logging.getLogger("kvcache.transformers")
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d+)(?:\.(?:\w*att\w*|mixer|temporal_block))?$")
-"""A layer of a decoder in the names of a device map, or the part of it that has a cache."""
+"""A decoder layer in the names of a device map, or its part with a cache."""
 _OTHERS = re.compile(r"(?:^|\.)(?:encoder|vision\w*|visual|audio\w*)\.")
 
 
 def device_of(model: Any) -> torch.device:
-    """Where a model computes. One that accelerate offloads has its weights on the meta device meanwhile."""
+    """The device on which a model computes. Weights offloaded by accelerate are on the meta device between
+    passes.
+    """
     if model.device.type != "meta":
         return torch.device(model.device)
     for part in model.modules():
@@ -38,9 +40,9 @@ def device_of(model: Any) -> torch.device:
 
 
 def opened(backend: ml.Backend | str | None, device: torch.device, plan: Plan) -> ml.Backend:
-    """What HFCache was given, opened. None: torch on ``device``, and on others of its kind if there are any.
-
-    Caches that name it alike, or are of one model, have one backend: they can take each other's snapshots.
+    """The open backend for HFCache's ``backend``. None: torch on ``device``, and on others of its kind if
+    there are any. Caches with the same name, or for the same model, share one backend, so that snapshots can
+    be exchanged.
     """
     if backend is not None:
         return _named(backend) if isinstance(backend, str) else backend
@@ -54,7 +56,7 @@ def _named(name: str, device: str | None = None) -> ml.Backend:
 
 
 def _split(device: torch.device, count: int, plan: Plan) -> ml.Backend:
-    """All layers lie on ``device`` until ``Places`` learns better."""
+    """Place all layers on ``device`` until ``Places`` learns their real devices."""
     known = device, id(plan.config)
     if known not in _of_models:
         names = [str(device), *(f"cuda:{i}" for i in range(count) if i != device.index)]
@@ -65,67 +67,66 @@ def _split(device: torch.device, count: int, plan: Plan) -> ml.Backend:
 
 
 _of_models: dict[tuple[torch.device, int], tuple[object, ml.Backend]] = {}
-"""By device and identity of the config, which is kept so that no other has it."""
+"""By device and id of the config, which is kept alive so that its id stays unique."""
 
 
 def layer_devices(device_map: Mapping[str, Any]) -> dict[int, torch.device]:
     """The device of each layer, from a model's ``hf_device_map`` (names of modules -> devices).
 
-    What is offloaded (``"cpu"``, ``"disk"``) is not in it: it is computed on another device.
+    Offloaded layers (``"cpu"``, ``"disk"``) are left out: they are computed on another device.
     """
-    found = {}
+    devices = {}
     for name, device in device_map.items():
         layer = None if _OTHERS.search(name) else _LAYER.search(name)
         if layer is not None and device not in ("cpu", "disk"):
-            found[int(layer[1])] = (
+            devices[int(layer[1])] = (
                 torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
             )
-    return found
+    return devices
 
 
 class Places:
-    """Where layers lie. A layer that stores nothing yet is placed on the device of the first keys it brings.
-
-    With ``follows`` false the backend is the caller's, who has placed its layers.
+    """The devices of layers. A layer without stored tokens is placed on the device of its first keys. With
+    ``follows`` False, the backend is the caller's, who has placed its layers.
     """
 
     def __init__(self, ctx: Any, like: torch.Tensor, follows: bool) -> None:
         self._ctx, self._dtype, self._follows = ctx, like.dtype, follows
-        self.found: dict[int, ml.Context] = {}
-        """By layer, once its keys have come."""
+        self.contexts: dict[int, ml.Context] = {}
+        """By layer, the context of its device, once its keys have arrived."""
         self._likes: dict[int, torch.Tensor] = {}
         self._default = torch.empty((), dtype=like.dtype, device=like.device)
         self.moving: dict[int, torch.device] = {}
-        """Layers that hold something already, on another device than the model has them."""
+        """Layers with stored tokens on a different device from the model's."""
 
     def like(self, layer: int) -> torch.Tensor:
-        """One element, of the dtype and on the device of the layer's keys, as far as it is known."""
+        """A tensor of one element with the dtype and the device of the layer's keys, as far as known."""
         return self._likes.get(layer, self._default)
 
-    def learn(self, layer: int, device: torch.device, held: bool) -> ml.Context:
+    def learn(self, layer: int, device: torch.device, has_data: bool) -> ml.Context:
         """The context on the device of a layer whose first keys are on ``device``."""
         self._likes[layer] = torch.empty((), dtype=self._dtype, device=device)
         if self._follows and device != self._ctx.layer(layer).torch_device:
             if str(device) not in self._names:
                 _say(str(device), ", ".join(self._names))
-            elif held:
+            elif has_data:
                 self.moving[layer] = device
             else:
                 self._place(layer, device)
-        self.found[layer] = self._ctx.layer(layer)
-        return self.found[layer]
+        self.contexts[layer] = self._ctx.layer(layer)
+        return self.contexts[layer]
 
     def know(self, devices: Mapping[int, torch.device]) -> None:
         """Place layers that store nothing yet."""
         for layer, device in devices.items():
-            if layer not in self.found:
-                self.learn(layer, device, held=False)
+            if layer not in self.contexts:
+                self.learn(layer, device, has_data=False)
 
     def settle(self) -> None:
-        """Place what is ``moving``: for what is allocated from now on."""
+        """Place layers in ``moving``, for memory allocated from now on."""
         for layer, device in self.moving.items():
             self._place(layer, device)
-            self.found[layer] = self._ctx.layer(layer)
+            self.contexts[layer] = self._ctx.layer(layer)
         self.moving = {}
 
     @property
@@ -138,9 +139,9 @@ class Places:
 
 @functools.cache
 def _say(device: str, names: str) -> None:
-    """Once for each device."""
+    """Log the mismatch, once for each device."""
     _log.warning(
-        "a model has layers on %s, and its HFCache lies on %s, to which their keys and values cross at every "
+        "a model has layers on %s, and its HFCache is on %s, to which their keys and values cross at every "
         'step; pass backend=ml.open_backend("torch", devices=[...], layers=[...]) that names both',
         device,
         names,

@@ -1,4 +1,4 @@
-"""The caches behind one transformers cache and its forks, bound when the first keys arrive."""
+"""The caches of one transformers cache and its forks, bound when the first keys arrive."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["CachePool"]
 
 
 class CachePool:
-    """Caches of one model, and which of their sequences are taken."""
+    """The caches of one model, and which of their sequences are in use."""
 
     family: ModelCaches
     backend: ml.Backend
@@ -45,7 +45,7 @@ class CachePool:
     bridge: Bridge
     places: Places
     like: torch.Tensor
-    """Empty, with the dtype and on the device of the model's first keys."""
+    """An empty tensor with the dtype and the device of the model's first keys."""
     activations: ml.DType
     dtype: CacheFormat
     sequences: Sequences
@@ -55,24 +55,24 @@ class CachePool:
         self._in_one_piece = Trait.CONTIGUOUS in plan.traits
         self.bound = False
         self.current: ForwardPass | None = None
-        """The pass under way: the caches know of one at a time."""
+        """The current pass; the caches have one at a time."""
         self._views: dict[int, LayerViews | None] = {}
-        """By layer, how the model writes and reads its buffers itself; None where it does not."""
+        """By layer, its fast path; None if it has none."""
         self.shown: dict[Kind, np.ndarray | None] = {}
-        """What the mask of the last pass by each kind showed; None: all."""
+        """By kind, what the last pass's mask showed; None: everything."""
 
     def __reduce__(self) -> str:
         raise NotSupportedError(
-            "pickle: what a cache holds lies in buffers of an open backend; HFCache.save(store, key) keeps "
-            "it, and load(store, key) reads it in another process"
+            "pickle: a cache's content is in buffers of an open backend; use HFCache.save(store, key), and "
+            "load(store, key) in the other process"
         )
 
     def bind(self, batch: int, like: torch.Tensor) -> None:
-        """Make the caches, for a first batch of ``batch`` sequences with activations as ``like``."""
+        """Create the caches for a first batch of ``batch`` sequences with activations like ``like``."""
         if self.bound:
             return
         options = self.options
-        # Under autocast some layers bring what is narrower: F32 holds all of it.
+        # Under autocast some layers put narrower floats; F32 represents all of them.
         dtype = torch.float32 if torch.is_autocast_enabled(like.device.type) else like.dtype
         self.like = torch.empty(0, dtype=dtype, device=like.device)
         self.activations = dtype_of(dtype)
@@ -88,7 +88,7 @@ class CachePool:
 
     @contextlib.contextmanager
     def bound_to(self, batch: int, like: torch.Tensor) -> Iterator[None]:
-        """Bound as by ``bind``, which what is raised in the block takes back."""
+        """Bind as ``bind`` does, and undo it if the block raises."""
         bound = self.bound
         self.bind(batch, like)
         try:
@@ -116,32 +116,36 @@ class CachePool:
         return family
 
     def _max_batch(self, cache: Top, max_sequences: int) -> int:
-        """Room for as many new tokens as a window keeps."""
-        if isinstance(cache, SlidingWindowCache):  # of a longer batch only so many are stored
+        """The largest batch: as many new tokens as a window keeps."""
+        if isinstance(cache, SlidingWindowCache):  # a longer batch stores only its last tokens
             return max_sequences * max(cache.memory, cache.window + 1)
         return max_sequences
 
     def check_dtype(self, layer: int, *brought: torch.Tensor) -> None:
-        """Refuse what would be rounded to the first keys' dtype; one that the caller asked for is his."""
+        """Refuse tensors that would be rounded to the first keys' dtype, unless the caller chose the
+        dtype.
+        """
         for tensor in brought if self.options.dtype is None else ():
-            found = dtype_of(tensor.dtype)
-            if self.dtype.plain not in (found, ml.DType.F32):
+            dtype = dtype_of(tensor.dtype)
+            if self.dtype.plain not in (dtype, ml.DType.F32):
                 raise ml.DTypeError(
-                    f"HFCache: layer {layer} brings {found.name}; keys and values are stored as "
-                    f"{self.dtype.name}, as the first came; pass dtype=torch.float32 to keep all as they are"
+                    f"HFCache: layer {layer} puts {dtype.name}; keys and values are stored as "
+                    f"{self.dtype.name}, the dtype of the first; pass dtype=torch.float32 to store all "
+                    "exactly"
                 )
 
     def reserve(self, capacity: int) -> None:
-        """Make room for ``capacity`` tokens per sequence: all that is held moves into new buffers, once.
-
-        Sequences that shared cells hold copies then. What is raised leaves everything as it was.
+        """Make room for ``capacity`` tokens per sequence: the content moves into new buffers, once. Sequences
+        that shared cells then have copies. An error leaves everything unchanged.
         """
         if capacity <= self.options.capacity:
             return
         self._rebuild(replace(self.options, capacity=capacity))
 
     def look_back(self, tokens: int) -> bool:
-        """Let windows keep ``tokens`` besides what they show, if they keep fewer: all moves, as above."""
+        """Make windows keep at least ``tokens`` beyond what they show: the content moves, as in
+        ``reserve``.
+        """
         lookback = self.options.lookback
         if tokens > lookback and any(self.family.kept(kind) is not None for kind in self.family.caches):
             self._rebuild(replace(self.options, lookback=max(tokens, 2 * lookback)))
@@ -156,7 +160,7 @@ class CachePool:
             )
         if self.bound:
             taken = self.sequences.taken
-            if options.grow:  # for sequences that shared cells too
+            if options.grow:  # also for sequences that shared cells
                 cache: Any = self.family.all
                 longest = max(map(cache.offset, taken), default=0)
                 options = replace(options, capacity=max(options.capacity, longest))
@@ -168,22 +172,22 @@ class CachePool:
                 raise OrderError(
                     f"HFCache: capacity={options.capacity} and lookback={options.lookback} need new buffers, "
                     "and the last pass, of this cache or of a fork, did not reach all layers; call crop(-n) "
-                    "with the n tokens of that pass, or reset(), on the one that it was of"
+                    "with the n tokens of that pass, or reset(), on that cache"
                 ) from error
             self.family, self.current, self._views = family, None, {}
             self.sequences.cache = family.all
         self.options = options
 
     def read(self, reading: DenseBatch, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pair:
-        """K and V of a layer, of the dtypes and on the device of ``key`` and ``value``."""
-        keys, values = reading.read(self.places.found.get(layer) or self.ctx.layer(layer), layer)
-        found = self.bridge.to_torch(keys, key), self.bridge.to_torch(values, value)
-        return (found[0].contiguous(), found[1].contiguous()) if self._in_one_piece else found
+        """K and V of a layer, with the dtypes and on the device of ``key`` and ``value``."""
+        keys, values = reading.read(self.places.contexts.get(layer) or self.ctx.layer(layer), layer)
+        pair = self.bridge.to_torch(keys, key), self.bridge.to_torch(values, value)
+        return (pair[0].contiguous(), pair[1].contiguous()) if self._in_one_piece else pair
 
     def step(
         self, kind: Kind, reading: DenseBatch, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> Pair | None:
-        """``put`` and ``read`` of a pass at once: see ``LayerViews.step``."""
+        """``put`` and ``read`` of a pass together: see ``LayerViews.step``."""
         views = self._views.get(layer)
         forward = self.family.caches[kind].pass_under_way()
         if views is None or forward is None:
@@ -191,7 +195,7 @@ class CachePool:
         return views.step(layer, forward, reading, key, value)
 
     def learn_views(self, kind: Kind, layer: int, key: torch.Tensor) -> None:
-        """After a ``put``: let ``step`` serve the layer from now on, if it can."""
+        """After a ``put``, enable ``step`` for the layer if possible."""
         buffers, known = self.family.caches[kind].storage.buffers[layer], self._views.get(layer)
         if layer in self._views and (known is None or known.buffers is buffers):
             return
@@ -199,16 +203,16 @@ class CachePool:
         self._views[layer] = LayerViews(buffers, self.bridge) if plain and not self._in_one_piece else None
 
     def aliased(self, layer: int, key: torch.Tensor) -> bool:
-        """Whether what is read for ``key`` is the memory of the cache, where the cells allow it."""
+        """Whether reads for ``key`` alias the cache's memory if the cells allow it."""
         return self.dtype.plain is self.activations and self.bridge.aliases(self.ctx.layer(layer), key)
 
     def place(self, layer: int, key: torch.Tensor) -> ml.Context:
-        """Where a layer's K and V lie that come as ``key``: see ``Places``."""
-        found = self.places.found.get(layer)
-        if found is not None:
-            return found
-        held = any(layer in cache.storage.buffers for cache in self.family.caches.values())
-        return self.places.learn(layer, key.device, held)
+        """The context of a layer's K and V like ``key``: see ``Places``."""
+        context = self.places.contexts.get(layer)
+        if context is not None:
+            return context
+        has_data = any(layer in cache.storage.buffers for cache in self.family.caches.values())
+        return self.places.learn(layer, key.device, has_data)
 
     def know(self, devices: Mapping[int, torch.device]) -> None:
         """Place layers that store nothing yet, and their indexers with them."""
@@ -220,24 +224,24 @@ class CachePool:
         self.places.know({**devices, **beside})
 
     def settle_places(self) -> None:
-        """Move what was restored before it was known on which device the model has each layer."""
+        """Move content restored before the devices of the layers were known."""
         if self.places.moving and not self.given_away:
             self.places.settle()
             self._rebuild(self.options)
 
     def put_back(self, family: ModelCaches, seq: int, snapshot: Snapshot) -> None:
-        """Restore a sequence; InvalidRangeError where the snapshot is of another kind of cache."""
+        """Restore a sequence. Raises InvalidRangeError for a snapshot of another kind of cache."""
         cache: Any = family.all
         if not cache.restore(seq, snapshot):
             raise InvalidRangeError("HFCache: the snapshot comes from a different kind of cache")
 
     @property
     def given_away(self) -> bool:
-        """Whether someone else owns the sequences."""
+        """Whether another object owns the sequences."""
         return self.bound and self.sequences.given_away
 
     def check_free(self, count: int) -> None:
-        """InvalidSequenceError where so many sequences are not free."""
+        """Raise InvalidSequenceError unless ``count`` sequences are free."""
         free = self.sequences.free
         if count > free:
             raise InvalidSequenceError(
@@ -245,22 +249,22 @@ class CachePool:
             )
 
     def take(self, count: int) -> list[SharedSequence]:
-        """``count`` empty sequences, the lowest ones; InvalidSequenceError where so many are not free."""
+        """The lowest ``count`` empty sequences. Raises InvalidSequenceError if fewer are free."""
         self.check_free(count)
         taken = [self.sequences.hold() for _ in range(count)]
         for one in taken:
             self.sequences.occupy(one)
         return taken
 
-    def fork(self, held: SharedSequence, length: int) -> SharedSequence:
-        """A sequence that holds what ``held`` does, without copying."""
+    def fork(self, claim: SharedSequence, length: int) -> SharedSequence:
+        """A sequence with the content of ``claim``, without copying."""
         self.current = None
-        copy = self.sequences.fork(held, length)
+        copy = self.sequences.fork(claim, length)
         self.sequences.occupy(copy)
         return copy
 
     def remove(self, sequences: Sequence[int], begin: int, end: int | None = None) -> None:
-        """Forget ``[begin, end)`` of all sequences or, where one refuses, of none."""
+        """Remove ``[begin, end)`` of all sequences or, if one refuses, of none."""
         changes = [self.family.all.prepare_remove(seq, begin, end) for seq in sequences]
         for change in changes:
             change()
@@ -274,11 +278,10 @@ class CachePool:
             )
 
     def make_given(self, own: ForwardPass | None) -> None:
-        """Make the K and V of a pass that someone keeps, before what they are read from changes.
-
-        Some models return them; of others there are none.
+        """Create a pass's deferred K and V that are still referenced, before the memory they are read from
+        changes. Only some models return them.
         """
         if own is not None and own is self.current:
-            for reference in own.given:
+            for reference in own.deferred:
                 if (kept := reference()) is not None:
                     kept.resolve()

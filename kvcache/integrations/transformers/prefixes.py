@@ -1,4 +1,4 @@
-"""Conversations with a transformers model that never recompute a prefix that they share."""
+"""Conversations with a transformers model that never recompute a shared prefix."""
 
 from __future__ import annotations
 
@@ -38,18 +38,17 @@ __all__ = ["HFPrefixCache", "HFSession"]
 
 
 class HFSession(Conversation):
-    """One conversation: ``cache`` is its HFCache, and holds ``cached`` of the prompt's tokens.
-
-    In a loop of your own, give the model ``remaining``, the tokens that the cache lacks, and nothing twice;
-    tell what was sampled by ``extend``. (``generate`` of transformers takes all tokens, and finds out by
-    itself.) If other tokens are evaluated than the session is told, nobody can notice, and later
-    conversations start from the wrong keys and values. Calls of the session wait for those of other threads;
-    passes of a loop of your own do not, and a thread whose pass another one ended gets OrderError: let the
-    loop hold ``HFPrefixCache.lock`` where several threads have one.
+    """One conversation: ``cache`` is its HFCache, and contains ``cached`` of the prompt's tokens. In your own
+    loop, pass the model ``remaining``, the tokens that the cache lacks, each once; report sampled tokens with
+    ``extend``. (transformers' ``generate`` takes all tokens and skips the cached ones.) If the evaluated
+    tokens differ from the reported ones, this cannot be detected, and later conversations start from wrong
+    keys and values. Calls of the session wait for those of other threads. Passes of your own loop do not, and
+    a thread whose pass was ended by another one gets OrderError: hold ``HFPrefixCache.lock`` if several
+    threads have such loops.
     """
 
     def __init__(self, owner: HFPrefixCache, session: Session, variant: Part = None) -> None:
-        """``variant``: what computes it."""
+        """``variant`` identifies the adapters and weights that compute it."""
         self._owner, self._variant = owner, variant
         self.cache = type(owner.cache).of(owner.cache.rows.adopt(session.seq, session.cached))
         super().__init__(session, self.cache.rows, self.cache.get_seq_length)
@@ -58,10 +57,9 @@ class HFSession(Conversation):
 
     @in_turn
     def prefill(self, size: int = 512) -> None:
-        """Evaluate ``remaining`` but its last token, ``size`` tokens at a time at most.
-
-        ``generate`` goes on from there. Snapshots are taken at the ends of the parts where they are due. Of a
-        pass that raises nothing is left: ``remaining`` has what to evaluate again.
+        """Evaluate ``remaining`` except its last token, at most ``size`` tokens at a time. ``generate``
+        continues from there. Snapshots are taken at the ends of parts where they are due. A pass that raises
+        leaves no trace: ``remaining`` still has its tokens.
         """
         tokens, owner = self._session.tokens, self._owner
         owner.forget_images()
@@ -70,7 +68,7 @@ class HFSession(Conversation):
         for begin, end in self._parts(min(size, owner.longest_pass)):
             step = 1 if begin and owner.by_one else end - begin
             for upto in range(begin + step, end + 1, step):
-                # A model knows itself what else it is given: positions, say, that begin at 2.
+                # The model prepares its other inputs, for example positions that begin at 2.
                 part = ids[:, :upto]
                 try:
                     owner.model.generate(part, attention_mask=torch.ones_like(part), **options)
@@ -82,7 +80,7 @@ class HFSession(Conversation):
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
         try:
-            if not self._owner.adapters.are(self._variant):  # who knows which of them computed what
+            if not self._owner.adapters.are(self._variant):  # the tokens may mix both variants
                 self._session.close(keep=False)
             yield
         finally:
@@ -90,7 +88,7 @@ class HFSession(Conversation):
 
 
 def _one_token(model: Any) -> dict[str, Any]:
-    """Options of ``generate`` for one token, whatever else the model's own config of it asks for."""
+    """Options of ``generate`` for one token, overriding the model's own generation config."""
     config = model.generation_config
     own = [name for name in config.to_diff_dict() if name in vars(config) and not name.startswith("_")]
     asked = {name: None for name in own if not name.endswith("_token_id")}
@@ -100,14 +98,13 @@ def _one_token(model: Any) -> dict[str, Any]:
 
 _patching = threading.Lock()
 _patched: dict[int, tuple[list[HFCache], Any]] = {}
-"""By the id of a model that generates, the caches of conversations that do, and what it had of its own."""
+"""By the id of a generating model, the caches of its conversations, and the replaced attribute."""
 
 
 @contextlib.contextmanager
 def _given_the_rest(model: Any, cache: HFCache) -> Iterator[None]:
-    """Give the model what the cache lacks: assisted decoding begins with all tokens, whatever is there.
-
-    Calls of ``generate`` with another cache, from other threads or a streamer, are left alone.
+    """Pass the model only tokens that the cache lacks; assisted decoding begins with all tokens. Calls of
+    ``generate`` with another cache, from other threads or a streamer, are not affected.
     """
     name, model = "prepare_inputs_for_generation", generating(model)
     with _patching:
@@ -126,16 +123,16 @@ def _given_the_rest(model: Any, cache: HFCache) -> Iterator[None]:
 
 
 def _preparing(prepare: Any, caches: list[HFCache]) -> Any:
-    @functools.wraps(prepare)  # generate() looks at its parameters
+    @functools.wraps(prepare)  # generate() inspects its parameters
     def prepare_rest(
         input_ids: torch.Tensor, next_sequence_length: int | None = None, **options: Any
     ) -> dict[str, Any]:
         ours = [value for value in options.values() if any(value is cache for cache in caches)]
         lacking = input_ids.shape[1] - ours[0].get_seq_length() if ours else 0
-        if next_sequence_length is None and lacking > 0:  # chunks of a prefill come without what is cached
+        if next_sequence_length is None and lacking > 0:  # chunks of a prefill exclude cached tokens
             next_sequence_length = lacking
         prepared: dict[str, Any] = prepare(input_ids, next_sequence_length=next_sequence_length, **options)
-        if ours:  # drafts stand behind the prompt, however many
+        if ours:  # any number of drafts may follow the prompt
             ours[0].rows.drafts = max(0, input_ids.shape[1] - ours[0].rows.prompt)
         return prepared
 
@@ -143,8 +140,8 @@ def _preparing(prepare: Any, caches: list[HFCache]) -> Any:
 
 
 def _check_one_row(input_ids: object, options: dict[str, Any]) -> None:
-    """Refuse what is not one conversation, and take its mask, which says nothing, out of the options."""
-    wanted = "a tensor (1, tokens), as tokenizer(text, return_tensors='pt').input_ids is"
+    """Refuse anything but one conversation, and remove its mask of ones from the options."""
+    wanted = "a tensor (1, tokens), such as tokenizer(text, return_tensors='pt').input_ids"
     check_type("generate", "input_ids", input_ids, wanted, isinstance(input_ids, torch.Tensor))
     assert isinstance(input_ids, torch.Tensor)
     shape = tuple(input_ids.shape)
@@ -153,38 +150,37 @@ def _check_one_row(input_ids: object, options: dict[str, Any]) -> None:
     mask = options.pop("attention_mask", None)
     if mask is not None and (tuple(mask.shape) != shape or not bool(mask.all())):
         raise InvalidRangeError("generate: attention_mask hides tokens; a conversation must have no padding")
-    if options.get("cache_implementation", "") is None:  # as it is passed below
+    if options.get("cache_implementation", "") is None:  # None is passed below
         del options["cache_implementation"]
     for name in ("cache", "past_key_values", "cache_params", "cache_implementation"):
         if name in options:
-            raise ArgumentError(f"generate: {name} is given; the HFPrefixCache passes a cache of its own")
+            raise ArgumentError(f"generate: {name} is given; the HFPrefixCache passes its own cache")
 
 
-_DRAFTS = "drafts from hidden states of the whole prompt, of which only the last token is computed"
+_DRAFTS = "drafts from hidden states of the whole prompt, but only its last token is computed"
 _REFUSED = {
-    "token_healing": "replaces the last tokens of the prompt, by which prefixes are found",
+    "token_healing": "replaces the last tokens of the prompt, which identify prefixes",
     "use_mtp": _DRAFTS,
     "speculation_type": _DRAFTS,
 }
-"""What a conversation cannot be generated with, and why."""
+"""Options that a conversation does not support, and the reason."""
 _EMBEDDED = ("codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "imagegpt", "paligemma")
-"""Types of models that give other results for ``token_type_ids`` of zeros than for none."""
+"""Model types whose results for ``token_type_ids`` of zeros differ from those without."""
 
 
 def _asked(model: Any, options: dict[str, Any], name: str) -> Any:
-    """What an option of ``generate`` is: given, or that of the given config, or of the model's own."""
+    """The value of an option of ``generate``: passed, from the passed config, or from the model's own."""
     if name in options:
         return options[name]
     configs = [options.get("generation_config"), model.generation_config]
-    found = [getattr(config, name, None) for config in configs]
-    return next((value for value in found if value is not None), None)
+    values = [getattr(config, name, None) for config in configs]
+    return next((value for value in values if value is not None), None)
 
 
 def _check_inputs(model: Any, options: dict[str, Any]) -> None:
-    """Refuse several rows, and what is given beside the tokens or replaces some: prefixes are found by them.
-
-    Types of tokens that say nothing are taken out of the options. A kind of cache that a config names is left
-    out of it: the cache of the conversation is passed.
+    """Refuse several rows, and inputs besides or in place of tokens, since tokens identify prefixes. Token
+    types without effect are removed from the options. A config's ``cache_implementation`` is ignored, since
+    the conversation's cache is passed.
     """
     if options.get("adapter_names") is not None:
         raise NotSupportedError(
@@ -207,17 +203,17 @@ def _check_inputs(model: Any, options: dict[str, Any]) -> None:
     configs = [options.get("generation_config"), model.generation_config]
     if any(getattr(config, "cache_implementation", None) for config in configs):
         options["cache_implementation"] = None
-    for name in ("token_type_ids", "mm_token_type_ids"):  # a tokenizer's: all of one text
-        given = options.get(name)
+    for name in ("token_type_ids", "mm_token_type_ids"):  # from a tokenizer: all of one text
+        passed = options.get(name)
         embedded = name == "token_type_ids" and model.config.model_type in _EMBEDDED
-        if isinstance(given, torch.Tensor) and not bool(given.any()) and not embedded:
+        if isinstance(passed, torch.Tensor) and not bool(passed.any()) and not embedded:
             del options[name]
     known = inspect.signature(generating(model).generate).parameters
     for name, value in options.items():
         parts = value if isinstance(value, list | tuple) else [value]
         if name not in known and any(isinstance(part, torch.Tensor) for part in parts):
             raise NotSupportedError(
-                f"generate: {name} is given beside the tokens, by which alone prefixes are found; call "
+                f"generate: {name} is given besides the tokens, but only tokens identify prefixes; call "
                 "model.generate with an HFCache for such inputs"
             )
 
@@ -225,11 +221,11 @@ def _check_inputs(model: Any, options: dict[str, Any]) -> None:
 class HFPrefixCache(SharedPrefixes):
     """A ``kvcache.PrefixCache`` for a decoder of transformers, sliding and hybrid ones included.
 
-    Every conversation is a batch of one row, without padding; as many as ``max_sequences`` may be open, and
-    they share ``max_sequences * capacity`` cells with what is kept of others.
+    Every conversation is a batch of one row, without padding; up to ``max_sequences`` may be open. They share
+    ``max_sequences * capacity`` cells with kept conversations.
 
-    Any thread may call it, and its sessions: one call at a time is made, and the others wait. ``generate``
-    holds ``lock`` from its first check to its last token, also while a slow ``streamer`` takes one.
+    Any thread may call it and its sessions; one call runs at a time, the others wait. ``generate`` holds
+    ``lock`` from its first check to its last token, even while a slow ``streamer`` processes one.
     """
 
     def __init__(
@@ -246,13 +242,13 @@ class HFPrefixCache(SharedPrefixes):
     ) -> None:
         """``max_sequences`` conversations of ``capacity`` tokens; ``dtype`` and ``backend`` as in HFCache.
 
-        ``lookback`` is how many tokens sliding windows keep beyond what they show, as in HFCache.
-        ``batch_invariant``: an answer does not depend on what is cached, bit for bit; prompts are evaluated
-        in blocks of ``block_size`` tokens, and only such blocks are reused, no answers. ``options``
-        are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``block_size``, and its options. But for
-        ``PrefixOptions(write_through=False)``, a thread writes each conversation to the stores when it ends.
-        With a store among the ``tiers``, and without ``PrefixOptions(layers=...)``, the model is called once,
-        with one token: what a store has of layers that the model does not put is not used.
+        ``lookback`` is the number of tokens that sliding windows keep beyond what they show, as in HFCache.
+        ``batch_invariant``: answers do not depend on the cache's content, bit for bit; prompts are evaluated
+        in blocks of ``block_size`` tokens, and only such blocks are reused, not answers. ``options`` are
+        PrefixCache's: ``budget``, ``tiers``, ``identity``, ``block_size``, and its options. A thread writes
+        each conversation to the stores when it ends, unless ``PrefixOptions(write_through=False)``. With a
+        store among the ``tiers``, and without ``PrefixOptions(layers=...)``, the constructor calls the model
+        once, with one token, to find its layers; stored entries with other layers are not used.
         """
         check_model("HFPrefixCache", model)
         if model.config.is_encoder_decoder:
@@ -262,9 +258,7 @@ class HFPrefixCache(SharedPrefixes):
             )
         name = type(generating(model)).__name__
         if "mamba" in name.lower():
-            raise NotSupportedError(
-                f"HFPrefixCache: {name}.generate() starts again whatever states it is given"
-            )
+            raise NotSupportedError(f"HFPrefixCache: {name}.generate() ignores the states that it is given")
         plan = layer_plan(model.config)
         both_ways = getattr(plan.config, "use_bidirectional_attention", None) in (True, "all")
         if both_ways or getattr(plan.config, "is_causal", True) is False:
@@ -288,17 +282,17 @@ class HFPrefixCache(SharedPrefixes):
         pool.know(layer_devices(getattr(model, "hf_device_map", {})))
         pool.sequences.give_away()
         self._family, self._layers = family, len(plan.layers)
-        if plan.indexed or plan.compressed:  # which store more, by numbers of their own
+        if plan.indexed or plan.compressed:  # which store more, under separate indices
             self._layers = plan.numbers
         self.longest_pass = min((family.kept(kind) or capacity for kind in family.caches), default=capacity)
-        """Tokens that windows keep: a longer pass would leave them no snapshots inside."""
+        """The tokens that windows keep; a longer pass would allow no snapshots inside it."""
         self.room = min((cache.cells for cache in family.whole), default=math.inf)
-        """Tokens that all conversations may have together; infinity where only windows are kept."""
+        """The most tokens of all conversations together; infinity if only windows are kept."""
         self.limit = rotation_limit(model.config)
-        """Tokens that a conversation may have, and why; None: as many as there is room for."""
+        """The most tokens of a conversation, and the reason; None: limited by the room only."""
         self._placing = [part for part in getattr(model, "modules", list)() if "rope_deltas" in vars(part)]
         whole: Any = family.all
-        self.lock: Turns = Turns(whole.take_over)  # held over the passes of a loop of one's own, too
+        self.lock: Turns = Turns(whole.take_over)  # also held across the passes of a caller's loop
         tiers = options.get("tiers") or ()
         if not isinstance(tiers, Sequence):
             tiers = ()  # PrefixCache refuses it
@@ -310,13 +304,13 @@ class HFPrefixCache(SharedPrefixes):
         self.prefix = PrefixCache(whole, **prefix_options(options, shapes))
 
     def _stored_layers(self, whole: Any) -> Layers:
-        """What the model stores in each layer, by a pass over one token, which is forgotten again."""
+        """What the model stores in each layer, determined by a pass over one token, which is then removed."""
         with PrefixCache(whole) as self.prefix, self.begin([0, 0]) as session:
             session.prefill()
             return layers_of_cache(whole)
 
     def __dir__(self) -> list[str]:
-        """What a user calls."""
+        """The names that a user calls."""
         return sorted(
             set(super().__dir__())
             - {
@@ -336,10 +330,10 @@ class HFPrefixCache(SharedPrefixes):
 
     @property
     def is_compileable(self) -> bool:
-        """What ``generate`` asks first of a cache that it is given."""
+        """The first attribute that ``generate`` reads of a cache."""
         raise AttributeError(
-            "HFPrefixCache: model.generate takes the cache of one conversation; call generate of the "
-            "HFPrefixCache itself, or pass begin(tokens).cache"
+            "HFPrefixCache: model.generate needs the cache of one conversation; call the HFPrefixCache's own "
+            "generate, or pass begin(tokens).cache"
         )
 
     def vocabulary(self) -> int | None:
@@ -352,20 +346,19 @@ class HFPrefixCache(SharedPrefixes):
         return size
 
     def named(self, cache: HFCache) -> dict[str, HFCache]:
-        """A cache by the name that ``generate`` has for it."""
+        """A cache under the name of ``generate``'s argument."""
         return {cache_argument(self.model): cache}
 
     def forget_images(self) -> None:
-        """Have the model count positions as in a text, whatever images or padding it was last given."""
+        """Make the model count positions as in plain text, regardless of earlier images or padding."""
         for part in self._placing:
             part.rope_deltas = None
 
     @in_turn
     def begin(self, tokens: Sequence[int], salt: str = "", shared: int = 0) -> HFSession:
-        """Start a conversation with a prompt, from the longest prefix of it that is there.
-
-        ``salt`` and ``shared`` say whose it is, as in ``PrefixCache.begin``. What adapters of PEFT compute
-        is shared among conversations with the same adapters, of the same content and scales.
+        """Start a conversation with a prompt, from its longest cached prefix. ``salt`` and ``shared`` control
+        sharing, as in ``PrefixCache.begin``. With PEFT adapters, prefixes are shared among conversations
+        whose adapters have the same content and scales.
         """
         self.check_open("begin")
         variant = self.adapters.variant()
@@ -383,8 +376,8 @@ class HFPrefixCache(SharedPrefixes):
         if strange:
             session.close(keep=False)
             raise InvalidRangeError(
-                f"begin: what is stored under this identity= has layers {strange}, and those of the model "
-                f"are below {self._layers}; it is another model's: give this one an identity of its own"
+                f"begin: the entries under this identity= have layers {strange}, but the model's are below "
+                f"{self._layers}; they belong to another model: give this one its own identity"
             )
         self.forget_images()
         return HFSession(self, session, variant)
@@ -400,14 +393,13 @@ class HFPrefixCache(SharedPrefixes):
         shared: int = 0,
         **options: Any,
     ) -> Any:
-        """``model.generate(input_ids, **options)`` for one conversation, (1, tokens), from what is there.
+        """``model.generate(input_ids, **options)`` for one conversation, (1, tokens), from its cached prefix.
+        A tokenizer's output can be passed directly: ``generate(**tokenizer(text, return_tensors="pt"))``.
+        Padding, several rows, beams, several answers, and inputs besides the tokens (images, positions) are
+        refused.
 
-        A tokenizer's output goes in as it is: ``generate(**tokenizer(text, return_tensors="pt"))``. Padding,
-        several rows, beams, several answers, and inputs beside the tokens (images, positions) are refused.
-
-        An answer for which more tokens are asked than there is room for (``max_sequences * capacity``, its
-        prompt included) ends there, which the log says before it begins. CacheFullError where other open
-        sessions hold the room.
+        An answer that may exceed the room (``max_sequences * capacity``, including the prompt) ends there,
+        which is logged in advance. Raises CacheFullError if other open sessions use the room.
         """
         _check_one_row(input_ids, options)
         _check_inputs(self.model, options)
@@ -425,7 +417,7 @@ class HFPrefixCache(SharedPrefixes):
                 )
             sequences = out if isinstance(out, torch.Tensor) else out.sequences
             tokens = sequences[0].tolist()
-            if tokens[: len(prompt)] != prompt:  # which is not what the cache holds keys of
+            if tokens[: len(prompt)] != prompt:  # the cache then has other tokens' keys
                 session.close(keep=False)
             else:
                 session.extend(tokens[len(prompt) :])

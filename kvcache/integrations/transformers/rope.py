@@ -1,4 +1,6 @@
-"""The rotations of a transformers config: how stored keys move, and up to where positions alone tell."""
+"""The rotations of a transformers config: shifting stored keys, and the length up to which they depend only
+on position.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,14 @@ __all__ = ["check_rotation", "rope_shift", "rotation_limit"]
 
 _HALVES = ("gemma3_text", "gpt_oss", "llama", "mistral", "qwen2", "qwen3", "qwen3_next")
 _PAIRS = ("llama4_text",)
-"""Model types whose rotation pairs the halves of a head, and those where it pairs neighbours."""
+"""Model types whose rotation pairs the halves of a head, and those that pair neighbouring dimensions."""
 
 
 def rope_shift(config: Any) -> ShiftFunction:
-    """What ``HFCache(shift=...)`` needs so that tokens can be removed from the middle.
+    """The function for ``HFCache(shift=...)``, which allows removing tokens from the middle.
 
     For models whose rotation is known and tested here: Gemma 3, gpt-oss, Llama 2 to 4, Mistral, Qwen 2
-    and 3, Qwen3-Next. NotSupportedError for others; write a ``kvcache.ShiftFunction`` for those.
+    and 3, Qwen3-Next. Raises NotSupportedError for others; write a ``kvcache.ShiftFunction`` for those.
     """
     decoder = config.get_text_config(decoder=True)
     if decoder.model_type not in (*_HALVES, *_PAIRS):
@@ -39,21 +41,21 @@ def rope_shift(config: Any) -> ShiftFunction:
 
 
 def rotation_limit(config: Any) -> tuple[int, str] | None:
-    """Up to how many tokens a key's rotation is its position's, however long the prompt, and the type of it.
-
-    None: always. Behind that, "dynamic" and "longrope" rotate all keys of a pass by how long it has become.
+    """The number of tokens up to which a key's rotation depends only on its position, and the type of
+    rotation. None: always. Beyond that, "dynamic" and "longrope" rotate all keys of a pass depending on its
+    total length.
     """
     decoder = config.get_text_config(decoder=True)
-    given = getattr(decoder, "rope_parameters", None) or {}
-    found = []
-    for one in [value for value in given.values() if isinstance(value, Mapping)] or [given]:
+    parameters = getattr(decoder, "rope_parameters", None) or {}
+    limits = []
+    for one in [value for value in parameters.values() if isinstance(value, Mapping)] or [parameters]:
         kind = str(one.get("rope_type", "default"))
         if kind == "longrope":
             longest = one.get("original_max_position_embeddings") or decoder.max_position_embeddings
-            found.append((int(longest), kind))
+            limits.append((int(longest), kind))
         elif "dynamic" in kind:
-            found.append((decoder.max_position_embeddings - 1, kind))
-    return min(found, default=None)
+            limits.append((decoder.max_position_embeddings - 1, kind))
+    return min(limits, default=None)
 
 
 def check_rotation(op: str, tokens: int, limit: tuple[int, str]) -> None:
@@ -61,18 +63,18 @@ def check_rotation(op: str, tokens: int, limit: tuple[int, str]) -> None:
     longest, kind = limit
     if tokens > longest:
         raise InvalidRangeError(
-            f"{op}: a conversation of {tokens} tokens; of more than {longest} the model rotates all keys "
-            f"otherwise ({kind}), so that shorter prefixes cannot be shared: use an HFCache of its own"
+            f"{op}: a conversation of {tokens} tokens; beyond {longest} the model rotates all keys "
+            f"differently ({kind}), so that shorter prefixes cannot be shared: use a separate HFCache"
         )
 
 
 def _layer(config: Any, i: int) -> Callable[..., ml.Tensor] | None:
-    """The rotation of layer ``i``; None where it has none."""
+    """The rotation of layer ``i``; None if it has none."""
     if config.model_type in _PAIRS and not config.no_rope_layers[i]:
         return None
-    given = {name: getattr(config, name) for name in ("rope_parameters", "max_position_embeddings")}
+    parameters = {name: getattr(config, name) for name in ("rope_parameters", "max_position_embeddings")}
     types = getattr(config, "layer_types", None)
     kind = "full_attention" if types is None else types[i]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    spec = nn.parse_rope(given, head_dim, kind, partial=True)
+    spec = nn.parse_rope(parameters, head_dim, kind, partial=True)
     return nn.rope_shift(replace(spec, interleaved=config.model_type in _PAIRS))

@@ -1,11 +1,11 @@
 """The rows of a batch as sequences of our caches, and the forward pass that they are in.
 
-transformers has no call that begins a pass: every layer brings its keys when it comes to them. A pass
-therefore begins with the first layer that has had its share of the last one::
+transformers has no call that begins a pass: every layer puts its keys when it computes them. A pass therefore
+begins with the first layer that has already taken part in the last one::
 
     layer 0   |=====|      all layers hold 5 tokens
     layer 1   |=====|
-    layer 0   |=====|==|   layer 0 brings 2 more: a pass of 2 tokens begins, cells are found for all layers
+    layer 0   |=====|==|   layer 0 puts 2 more: a pass of 2 tokens begins, cells are found for all layers
     layer 1   |=====|==|   layer 1 joins it
 """
 
@@ -41,55 +41,58 @@ from kvcache.integrations.transformers.stored import Stored, is_recorded, tokens
 __all__ = ["BatchRows", "cannot_crop", "untraced"]
 
 PREFILL = 16
-"""Tokens of a prefill, of which windows keep the end alone, that drafting may take back."""
+"""The tokens of a prefill that drafting may remove, although windows keep only its end."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Found = TypeVar("Found")
 
 
 def untraced(method: Method) -> Method:
-    """Run as it is in code that torch.compile compiles around it: a cell table is nothing to trace."""
+    """Exclude from torch.compile: a cell table cannot be traced."""
     return cast("Method", torch.compiler.disable(method))  # type: ignore[no-untyped-call]
 
 
-def cannot_crop(length: int, held: int) -> InvalidRangeError:
-    """The error for a crop of ``held`` tokens to ``length``, which is negative or more than these."""
-    wanted = f"keep {length}" if length > held else f"take back {held - length}"
-    return InvalidRangeError(f"crop: cannot {wanted} tokens; the cache holds {held}")
+def cannot_crop(length: int, stored: int) -> InvalidRangeError:
+    """The error for a crop of ``stored`` tokens to a ``length`` that is negative or larger."""
+    wanted = f"keep {length}" if length > stored else f"take back {stored - length}"
+    return InvalidRangeError(f"crop: cannot {wanted} tokens; the cache has {stored}")
 
 
 class BatchRows(ClaimedRows):
-    """As many sequences as the batch has rows, all of one length, growing in step."""
+    """One sequence for each row of the batch; all have the same length and grow together."""
 
     def __init__(self, pool: CachePool) -> None:
         super().__init__()
         self.pool = pool
         self.sequences: list[int] = []
-        """Those of ``claimed``, one for each row."""
+        """The sequences of ``claimed``, one for each row."""
         self.length = 0
-        """Tokens of every row, those of the pass under way included."""
+        """Tokens of every row, including those of the current pass."""
         self.seen = [0] * pool.plan.numbers
         """How many of them each layer has had; behind these, what is beside K and V (``Plan.part``)."""
         self.prompt, self.drafts = 0, 0
         """Tokens of the prompt that one row was begun with (``HFSession``; 0: not known), and how many may
         follow the last of them in its pass."""
         self.removed = 0
-        """Tokens taken from the middle, which a caller may still count: see ``check_positions``."""
+        """Tokens removed from the middle, which a caller may still count: see ``check_positions``."""
         self.limit: tuple[int, str] | None = None
-        """Tokens that a row may have, and what would rotate keys otherwise behind them; None: any number."""
+        """The most tokens of a row, and the rotation that changes beyond; None: any number."""
         self.settled: int | None = None
-        """While passes are recorded, where a crop may go back to, however small windows are."""
+        """While passes are recorded, the length that a crop may return to, regardless of windows."""
         self.inputs: dict[tuple[int, str], torch.Tensor] = {}
-        """By layer and state, what a convolution was given since then (rows, channels, tokens), behind its
-        state of then."""
+        """By layer and state, the convolution's inputs since then (rows, channels, tokens), after its state
+        at that point.
+        """
         self._pass: ForwardPass | None = None
 
     def most(self, rows: int) -> tuple[int, str] | None:
-        """How many tokens each of ``rows`` rows may come to have, and why no more; None: any number."""
-        pool, options, found = self.pool, self.pool.options, []
+        """The most tokens of each of ``rows`` rows, and the reason; None: any number."""
+        pool, options, limits = self.pool, self.pool.options, []
         if self.limit is not None:
             longest, kind = self.limit
-            found.append((longest, f"of more the model rotates all keys otherwise ({kind}), and shares none"))
+            limits.append(
+                (longest, f"of more the model rotates all keys otherwise ({kind}), and shares none")
+            )
         whole = [kind for kind in pool.plan.kinds if kind.name in (FULL, CHUNKED)]
         if whole and not options.grow:
             count = (options.max_sequences or rows) if not pool.bound else pool.sequences.max_sequences
@@ -102,35 +105,34 @@ class BatchRows(ClaimedRows):
                 tokens = count * options.capacity // rows
             remedy = "" if pool.given_away else ", or grow=True"
             cells = f"{count} x capacity={options.capacity} cells"
-            found.append((tokens, f"there is no more room in {cells}; pass a larger capacity={remedy}"))
-        return min(found, default=None)
+            limits.append((tokens, f"there is no more room in {cells}; pass a larger capacity={remedy}"))
+        return min(limits, default=None)
 
     # One pass.
 
     def enter(self, layer: int, tokens: int, batch: int, like: torch.Tensor | None = None) -> ForwardPass:
-        """The pass that ``tokens`` new tokens of ``layer`` belong to; begins it where it is the first.
-
-        ``reached`` says that the layer has had them.
+        """The pass of ``tokens`` new tokens of ``layer``; the first layer begins it. Call ``reached`` when
+        the layer has stored them.
         """
         current = self._pass
         if self.seen[layer] == self.length:
             check_missing("HFCache", self.prompt, self.length, tokens, self.drafts)
             current = self._begin(tokens, batch, like)
         elif current is None or current is not self.pool.current or self.seen[layer] != current.begin:
-            current = self.current(layer)  # says what is wrong
+            current = self.current(layer)  # raises the specific error
         if tokens != current.tokens or batch != len(self.sequences):
             raise InvalidRangeError(
-                f"HFCache: layer {self._layer(layer)} brings {tokens} tokens of {batch} rows, in a pass of "
+                f"HFCache: layer {self._layer(layer)} puts {tokens} tokens of {batch} rows, in a pass of "
                 f"{current.tokens} tokens of {len(self.sequences)} rows"
             )
         return current
 
     def reached(self, layer: int) -> None:
-        """``layer`` has had its share of the pass under way."""
+        """Record that ``layer`` has taken part in the current pass."""
         self.seen[layer] = self.length
 
     def current(self, layer: int) -> ForwardPass:
-        """The pass under way, which ``layer`` has not reached yet."""
+        """The current pass, in which ``layer`` has not taken part yet."""
         self.pool.check_current(self._pass)
         if self._pass is None or self.seen[layer] != self._pass.begin:
             what = f"layer {self._layer(layer)} has had {self.seen[layer]} tokens of {self.length}"
@@ -141,17 +143,19 @@ class BatchRows(ClaimedRows):
         return part % len(self.pool.plan.layers)
 
     def begun_later(self, layer: int) -> bool:
-        """Whether a layer behind ``layer`` has had its turn in the pass under way."""
+        """Whether a layer after ``layer`` has taken part in the current pass."""
         count = len(self.pool.plan.layers)
         return self.length in (*self.seen[layer + 1 : count], *self.seen[count + layer + 1 :])
 
     @property
     def under_way(self) -> ForwardPass | None:
-        """The last pass, unless the rows or those of a fork have changed since it began."""
+        """The last pass, unless these rows, or those of a fork, have changed since it began."""
         return self._pass if self.pool.current is self._pass else None
 
     def lengthen(self, layers: Collection[int], tokens: int) -> None:
-        """The pass that only ``layers`` have begun, one of one token, is of ``tokens``: they enter anew."""
+        """Extend the current one-token pass, which only ``layers`` have begun, to ``tokens``; they enter it
+        again.
+        """
         begun = self.under_way
         assert begun is not None
         if begun.tokens != tokens and self.seen.count(self.length) == len(layers):
@@ -162,7 +166,7 @@ class BatchRows(ClaimedRows):
             self.seen[layer] = begun.begin
 
     def _unfinished(self, what: str, complete: int) -> KVCacheError:
-        """``complete`` is how many tokens all layers have had."""
+        """The error for an incomplete pass; ``complete`` is the number of tokens that all layers have."""
         kept = self._reach(complete)
         return OrderError(
             f"HFCache: {what}; the previous forward pass did not reach all layers. "
@@ -203,11 +207,11 @@ class BatchRows(ClaimedRows):
         return current
 
     def _make_windows_keep(self, tokens: int) -> None:
-        """While passes are recorded, let windows keep what a crop after ``tokens`` more may come back to."""
+        """While passes are recorded, make windows keep what a crop after ``tokens`` more may return to."""
         last = self.under_way
         if self.settled is None or self.length <= self.settled:
             return
-        if last is not None and last.stored:  # a prefill of which windows have the end alone
+        if last is not None and last.stored:  # a prefill of which windows keep only the end
             self.settled = max(self.settled, self.length - PREFILL)
         aside = self._aside(self.length)
         if self.pool.look_back(self.length + tokens - self.settled):
@@ -218,7 +222,9 @@ class BatchRows(ClaimedRows):
                 self._refill(last, kind, self.length)
 
     def _growing(self, act: Callable[[], Found], length: int) -> Found:
-        """``act``; with ``grow`` in buffers of twice the size, or for ``length``, where it does not fit."""
+        """Call ``act``; with ``grow``, double the buffers, or enlarge them for ``length``, if it does not
+        fit.
+        """
         try:
             return act()
         except CacheFullError:
@@ -260,12 +266,14 @@ class BatchRows(ClaimedRows):
         if current.attends:
             for cache in family.caches.values():
                 forward = cache.pass_under_way()
-                if forward is not None:  # a pass may bring no entries
-                    forward.reading.expected = None  # a mask, which comes after put, may change what is read
+                if forward is not None:  # a pass may complete no entries
+                    forward.reading.expected = None  # a later mask may change what is read
         return current
 
     def _start_short(self, current: ForwardPass, kind: Kind, cache: CausalCache, kept: int) -> None:
-        """Keep the last ``kept`` new tokens only: all that later ones can see. The past is read first."""
+        """Store only the last ``kept`` new tokens, which are all that later ones can see. Earlier tokens are
+        read first.
+        """
         if current.begin:
             current.readings[kind] = self.reading(kind, current.begin)
         for seq in self.sequences:
@@ -277,7 +285,7 @@ class BatchRows(ClaimedRows):
         return batch_of_rows(self.sequences, [self.length + tokens - kept] * rows, [kept] * rows)
 
     def reading(self, kind: Kind, begin: int) -> DenseBatch:
-        """What tokens from ``begin`` on see."""
+        """A reading of what tokens from ``begin`` on see."""
         first = max(0, begin - kind.size + 1) if kind.size else 0
         return DenseBatch(self.pool.family.caches[kind], self.sequences, first)
 
@@ -287,9 +295,8 @@ class BatchRows(ClaimedRows):
     def update(
         self, layer: int, kind: Kind, key: torch.Tensor, value: torch.Tensor, defer: bool = False
     ) -> Pair:
-        """Store K and V (rows, heads, new tokens, dim); all that they see, (rows, heads, tokens, dim).
-
-        With ``defer`` they are read when something looks into them, where attention may be ours.
+        """Store K and V (rows, heads, new tokens, dim); returns everything that they see, (rows, heads,
+        tokens, dim). With ``defer``, reading is deferred if our caches may compute attention.
         """
         rows, _, tokens, _ = key.shape
         current, pool = self.enter(layer, tokens, rows, key), self.pool
@@ -299,24 +306,24 @@ class BatchRows(ClaimedRows):
         if reading is None:
             reading = current.readings[kind] = self.reading(kind, current.begin)
         recorded = torch.is_grad_enabled() and is_recorded(key, value)
-        found = None if recorded else pool.step(kind, reading, layer, key, value)
-        if found is None:
+        pair = None if recorded else pool.step(kind, reading, layer, key, value)
+        if pair is None:
             self._put(pool.family.caches[kind], layer, key, value)
             pool.learn_views(kind, layer, key)
         self.seen[layer] = self.length
         if defer and current.attends and not recorded:
-            return Stored(pool, layer, kind, current, reading).pair(key, value, found)
-        if found is None:
-            found = pool.read(reading, layer, key, value)
-        return without_gradients(found, key, value) if recorded else found
+            return Stored(pool, layer, kind, current, reading).pair(key, value, pair)
+        if pair is None:
+            pair = pool.read(reading, layer, key, value)
+        return without_gradients(pair, key, value) if recorded else pair
 
     def _update_short(
         self, current: ForwardPass, layer: int, kind: Kind, key: torch.Tensor, value: torch.Tensor
     ) -> Pair:
-        """``update`` of a pass of which the kind keeps the end alone."""
+        """``update`` for a pass of which the kind keeps only the end."""
         keys, values, kept = key, value, current.stored[kind]
         reading = current.readings.get(kind)
-        if reading is not None:  # copied before its cells are given to what is new
+        if reading is not None:  # copied before new tokens reuse its cells
             past = [x.clone() for x in self.pool.read(reading, layer, key, value)]
             keys, values = torch.cat((past[0], key), 2), torch.cat((past[1], value), 2)
             current.aside[layer] = past[0], past[1]
@@ -332,7 +339,7 @@ class BatchRows(ClaimedRows):
         self, cache: CausalCache | EncoderCache, layer: int, key: torch.Tensor, value: torch.Tensor
     ) -> None:
         pool = self.pool
-        ctx, bridge = pool.places.found.get(layer) or pool.place(layer, key), pool.bridge
+        ctx, bridge = pool.places.contexts.get(layer) or pool.place(layer, key), pool.bridge
         if not key.dtype is value.dtype is pool.like.dtype:
             pool.check_dtype(layer, key, value)
         new = (key.squeeze(2), value.squeeze(2)) if key.shape[2] == 1 else (tokens_of(key), tokens_of(value))
@@ -341,7 +348,7 @@ class BatchRows(ClaimedRows):
 
     @untraced
     def peek(self, layer: int, kind: Kind) -> Pair | None:
-        """K and V of a layer that the next token may see; None where there are none."""
+        """K and V of a layer that the next token may see; None if there are none."""
         if not self.seen[layer]:
             return None
         pool, like = self.pool, self.pool.places.like(layer)
@@ -351,9 +358,8 @@ class BatchRows(ClaimedRows):
 
     @untraced
     def put_encoded(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Store K and V (rows, heads, length, dim) of the encoder's output, in the pass under way.
-
-        They follow those that earlier passes brought, as another image does.
+        """Store K and V (rows, heads, length, dim) of the encoder's output, in the current pass. They are
+        appended to those of earlier passes, for example after another image.
         """
         pool, current = self.pool, self._pass
         pool.check_current(current)
@@ -367,7 +373,9 @@ class BatchRows(ClaimedRows):
 
     @property
     def _waiting(self) -> dict[int, Pair | None]:
-        """What layers had before the pass under way, in which others have got an encoder's output already."""
+        """By layer, the encoder's output before the current pass, for layers that have not received the new
+        one yet.
+        """
         current = self.under_way
         return {} if current is None or current.encoded is None else current.encoded
 
@@ -393,17 +401,19 @@ class BatchRows(ClaimedRows):
     # Sequences.
 
     def select(self, indices: Sequence[int]) -> None:
-        """Row i becomes what row ``indices[i]`` was. What several rows take over is shared, not copied."""
+        """Replace row i by the previous row ``indices[i]``. Content used by several rows is shared, not
+        copied.
+        """
         if not self.sequences:
             return
         if not indices or any(not 0 <= index < len(self.sequences) for index in indices):
             raise InvalidRangeError(
-                f"HFCache: rows {list(indices)} of {len(self.sequences)}; keep one at least, or call reset()"
+                f"HFCache: rows {list(indices)} of {len(self.sequences)}; keep at least one, or call reset()"
             )
         chosen = [self.claimed[index] for index in indices]
         kept = list(dict.fromkeys(chosen))
-        self.pool.check_free(len(chosen) - len(self.claimed))  # refuses before anything is touched
-        self.become(kept)  # what is left out is free for copies
+        self.pool.check_free(len(chosen) - len(self.claimed))  # raises before anything changes
+        self.become(kept)  # the dropped sequences are free for copies
         rows: list[SharedSequence] = []
         for one in chosen:
             rows.append(self.pool.fork(one, self.length) if one in rows else one)
@@ -411,15 +421,15 @@ class BatchRows(ClaimedRows):
         self._pass = None
         self._settle()
 
-    def become(self, held: list[SharedSequence]) -> None:
-        """Other sequences instead: those that nobody holds any more are emptied."""
-        self.replace_all(held)
-        self.sequences = [one.seq for one in held if one.seq is not None]
+    def become(self, claims: list[SharedSequence]) -> None:
+        """Replace the sequences; those without other claims are emptied."""
+        self.replace_all(claims)
+        self.sequences = [one.seq for one in claims if one.seq is not None]
         if self.pool.bound:
             self.pool.sequences.reclaim()
 
     def fork(self) -> BatchRows:
-        """Rows with the same content, to be continued on their own; cells are shared."""
+        """Independent rows with the same content; cells are shared."""
         pool = self.pool
         pool.plan.refuse("fork", Trait.INSIDE, "generate without forks, or use another cache from the start")
         self.check_complete("fork", whole=True)
@@ -431,32 +441,34 @@ class BatchRows(ClaimedRows):
         return copy
 
     def adopt(self, seq: int, length: int) -> BatchRows:
-        """One row: a sequence that holds ``length`` tokens already."""
+        """Use one row: an existing sequence with ``length`` tokens."""
         one = BatchRows(self.pool)
         one.become([self.pool.sequences.lent(seq)])
         one.length, one.seen = length, self._all_at(length)
         return one
 
     def _all_at(self, length: int) -> list[int]:
-        """What each layer has had where all have had ``length`` tokens: of some, no layer keeps anything."""
+        """The count of each layer when all have ``length`` tokens; 0 for indices without content."""
         plan = self.pool.plan
-        held = [i for i, kind in enumerate(plan.layers) if grows(kind)]
-        held += [
+        storing = [i for i, kind in enumerate(plan.layers) if grows(kind)]
+        storing += [
             plan.part(i)
             for i, kind in enumerate(plan.layers)
             if (self._indexes(i) if i in plan.indexed else kind.attends and plan.states[i])
         ]
         for i, compression in plan.compressed.items():
-            held += [part for n in range(len(compression.names)) for part in plan.parts(i, n)]
-        return [length if number in held else 0 for number in range(plan.numbers)]
+            storing += [part for n in range(len(compression.names)) for part in plan.parts(i, n)]
+        return [length if number in storing else 0 for number in range(plan.numbers)]
 
     def _indexes(self, layer: int) -> bool:
-        """Whether a layer has keys of an indexer: some read what the indexer of another has chosen."""
+        """Whether a layer has its own indexer keys; some layers use the selection of another's indexer."""
         pool = self.pool
         return pool.plan.part(layer) in pool.family.caches[pool.plan.layers[layer]].storage.buffers
 
     def snapshot(self, whole: bool = True) -> HFSnapshot:
-        """What all rows hold now; with ``whole`` not of a first pass that failed before its last layer."""
+        """The current content of all rows; ``whole`` refuses a first pass that failed before its last
+        layer.
+        """
         self.pool.plan.refuse("snapshot", Trait.INSIDE, "what a cache holds is not the whole state")
         self.check_complete("snapshot", whole)
         if not self.sequences:
@@ -466,7 +478,7 @@ class BatchRows(ClaimedRows):
         return HFSnapshot(self.length, rows, pool.like, len(pool.plan.layers), self.removed)
 
     def restore(self, snapshot: HFSnapshot) -> None:
-        """Become what the snapshot is of. What is raised leaves the rows as they were."""
+        """Replace the rows by a snapshot. An error leaves them unchanged."""
         rows, before = len(snapshot.rows), None
         if self.pool.given_away and rows != len(self.sequences):
             raise InvalidRangeError(
@@ -495,10 +507,9 @@ class BatchRows(ClaimedRows):
         self.pool.current = None
 
     def complete(self, whole: bool = True) -> int:
-        """How many tokens all layers have had: ``length``, unless a pass failed.
-
-        ``whole``: layers count that have had none yet, as after a first pass that failed before its last
-        layer, or where all passes end early.
+        """The number of tokens that all layers have: ``length``, unless a pass failed. ``whole``: include
+        layers without any tokens, as after a first pass that failed before its last layer, or with early
+        exit.
         """
         full = self._all_at(self.length) if whole and self.length else self.seen
         pairs = zip(self.seen, full, strict=True)
@@ -507,19 +518,20 @@ class BatchRows(ClaimedRows):
         )
 
     def check_complete(self, op: str, whole: bool = False) -> None:
-        """Raise OrderError after a pass that failed; see ``complete``."""
+        """Raise OrderError after a failed pass; see ``complete``."""
         if (complete := self.complete(whole)) < self.length:
             raise self._unfinished(f"{op}: layers are behind", complete)
 
     def undo_failed(self) -> None:
-        """Where a pass failed, go back to where it began, or as little before that as all layers can."""
+        """After a failed pass, go back to its beginning, or to the last earlier length that all layers can
+        reach.
+        """
         if (complete := self.complete()) < self.length:
             self.cut(self._reach(complete))
 
     def cut(self, length: int, marks: Sequence[StateSnapshot] = ()) -> None:
-        """Keep positions ``[0, length)``. NotSupportedError where the next token would miss something.
-
-        ``marks`` are the rows' recurrent states of ``length``, where these are known.
+        """Keep positions ``[0, length)``. Raises NotSupportedError if the next token would miss something.
+        ``marks`` are the rows' recurrent states at ``length``, if known.
         """
         if not 0 <= length <= self.length:
             raise cannot_crop(length, self.length)
@@ -561,16 +573,18 @@ class BatchRows(ClaimedRows):
             others = [
                 c for c in family.tops if c not in aside.values() and not (marked and c is family.states)
             ]
-            found = min(
+            reached = min(
                 (c.resume_point(seq, length) for c in others for seq in self.sequences), default=length
             )
-            if found == length:
+            if reached == length:
                 break
-            length, marked = found, False
+            length, marked = reached, False
         return length
 
     def _aside(self, length: int) -> dict[Kind, CausalCache]:
-        """Kinds that the pass under way keeps not all of; their tokens before ``length`` it has set aside."""
+        """By kind of which the current pass stores only a part: the tokens before ``length`` that it set
+        aside.
+        """
         current = self.under_way
         if current is None or not length or length < current.begin:
             return {}
@@ -579,7 +593,7 @@ class BatchRows(ClaimedRows):
         return {kind: self.pool.family.caches[kind] for kind in current.stored}
 
     def _refill(self, current: ForwardPass | None, kind: Kind, length: int) -> None:
-        """Put what a pass has set aside back into windows, which are empty."""
+        """Put the tokens that a pass has set aside back into empty windows."""
         pool = self.pool
         assert current is not None
         cache, reading = pool.family.caches[kind], current.readings.get(kind)
@@ -591,7 +605,7 @@ class BatchRows(ClaimedRows):
                 continue
             if layer in current.aside:
                 keys, values = current.aside[layer]
-            else:  # the pass never came to it, and nothing was written
+            else:  # the pass did not reach it, and nothing was written
                 assert reading is not None
                 like = pool.places.like(layer)
                 keys, values = (x.clone() for x in pool.read(reading, layer, like, like))
@@ -599,7 +613,7 @@ class BatchRows(ClaimedRows):
             self._put(cache, layer, keys[:, :, part], values[:, :, part])
 
     def _settle(self) -> None:
-        """Tokens that are here will not be taken back."""
+        """Declare the current tokens final."""
         self.inputs.clear()
         if self.settled is not None:
             self.settled = self.length
@@ -607,25 +621,29 @@ class BatchRows(ClaimedRows):
                 self._pass.aside.clear()
 
     def record(self, on: bool = True) -> None:
-        """From now on passes are taken back whole, but of the first of several ``lookback`` tokens."""
+        """Record passes from now on, so that a crop can undo a whole pass, or ``lookback`` tokens of the
+        first long one.
+        """
         self.settled = self.length if on else None
         self.inputs.clear()
 
     def _why(self) -> str:
-        family, told = self.pool.family, []
+        family, reasons = self.pool.family, []
         if family.states is not None:
             points = [{*family.states.checkpoints(seq), family.states.offset(seq)} for seq in self.sequences]
-            held = sorted(set.intersection(*points))
-            told.append(f"recurrent states can go back to {held} and 0 only (call checkpoint() to add one)")
+            common = sorted(set.intersection(*points))
+            reasons.append(
+                f"recurrent states can go back to {common} and 0 only (call checkpoint() to add one)"
+            )
         if any(kind.name == SLIDING for kind in family.caches):
             option = f"HFCache(lookback={self.pool.options.lookback})"
-            told.append(
+            reasons.append(
                 f"sliding windows no longer have the tokens that are visible from there; {option} keeps more"
             )
-        return ", and ".join(told)
+        return ", and ".join(reasons)
 
     def remove(self, begin: int, end: int) -> None:
-        """Forget positions ``[begin, end)`` of every row; later ones move down."""
+        """Remove positions ``[begin, end)`` of every row; later ones move down."""
         self.pool.plan.refuse("remove", Trait.INSIDE, "they would go on with what was removed")
         self.check_complete("remove")
         if not 0 <= begin <= end <= self.length:
@@ -644,7 +662,7 @@ class BatchRows(ClaimedRows):
         self._now(self.length - (end - begin))
 
     def clear(self) -> None:
-        """Forget everything, and give back the sequences that are of this pool."""
+        """Remove everything, and release the sequences of this pool."""
         if self.pool.given_away:
             for seq in self.sequences:
                 self.pool.sequences.cut(seq, 0)

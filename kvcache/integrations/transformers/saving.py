@@ -1,4 +1,4 @@
-"""What an HFCache held, kept aside: to come back to, to give to another cache of the model, or to store."""
+"""Snapshots of an HFCache, to restore it or another cache of the model, or to store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["HFSnapshot", "like_of", "load", "save"]
 class HFSnapshot:
     """The rows of an HFCache at ``length`` tokens. ``rows`` are snapshots of our caches, one per row.
 
-    Attention is not copied while the cache has room for it: see ``kvcache.snapshots.snapshot``.
+    K and V are not copied while the cache has room for them: see ``kvcache.snapshots.snapshot``.
     """
 
     length: int
@@ -29,7 +29,7 @@ class HFSnapshot:
     like: torch.Tensor
     """An empty tensor with the dtype and on the device of the model's keys."""
     layers: int
-    """Of the model."""
+    """The number of the model's layers."""
     removed: int = 0
     """Tokens that ``HFCache.remove`` took from the middle."""
 
@@ -42,7 +42,7 @@ class HFSnapshot:
 
 
 def save(store: SnapshotStore, key: str, backend: ml.Backend, snapshot: HFSnapshot) -> bool:
-    """Store a snapshot as one entry; False where the key is there already."""
+    """Store a snapshot as one entry; False if the key is already stored."""
     arrays: dict[str, Any] = {}
     metas: list[Mapping[str, Any]] = []
     for i, row in enumerate(snapshot.rows):
@@ -57,7 +57,7 @@ def save(store: SnapshotStore, key: str, backend: ml.Backend, snapshot: HFSnapsh
 
 
 def like_of(serialized: SerializedSnapshot, device: torch.device) -> torch.Tensor:
-    """An empty tensor with the dtype of the model's keys. SnapshotCorruptError for another snapshot."""
+    """An empty tensor with the dtype of the model's keys. Raises SnapshotCorruptError for other snapshots."""
     try:
         return torch.empty(0, dtype=torch_dtype(ml.DType[serialized.meta["activations"]]), device=device)
     except (KeyError, TypeError) as error:
@@ -67,7 +67,7 @@ def like_of(serialized: SerializedSnapshot, device: torch.device) -> torch.Tenso
 def load(
     serialized: SerializedSnapshot, backend: ml.Backend, device: torch.device, layers: int
 ) -> HFSnapshot:
-    """The snapshot that ``save`` stored. SnapshotCorruptError for another snapshot."""
+    """The snapshot that ``save`` stored. Raises SnapshotCorruptError for other snapshots."""
     like = like_of(serialized, device)
     try:
         rows = []

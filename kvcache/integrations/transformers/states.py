@@ -14,22 +14,22 @@ __all__ = ["States", "state_name"]
 
 
 def state_name(kind: str, i: int) -> str:
-    """What state ``i`` of a layer is called in the cache of states."""
+    """The name of state ``i`` of a layer in the cache of states."""
     return f"{kind}{i or ''}"
 
 
 class States:
     """Convolution and recurrent states of the rows' linear layers.
 
-    A layer fetches its states first. Of one token it may then write into them and say no more; of several
-    it always gives a convolution its inputs, which tell how many. What is fetched first in a pass
-    therefore begins one of one token, and such inputs make it longer.
+    A layer fetches its states first. For one token, it may then simply write into them; for several, it
+    always passes inputs to a convolution, which give the number of tokens. The first fetch of a pass
+    therefore begins a one-token pass, and such inputs extend it.
     """
 
     def __init__(self, rows: BatchRows) -> None:
         self.rows = rows
         self._brought: dict[tuple[int, str], torch.Tensor] = {}
-        """Whole states of a pass, until K and V tell of how many tokens it is."""
+        """Whole states of a pass, until K and V give its number of tokens."""
 
     @property
     def _cache(self) -> StateCache:
@@ -48,7 +48,7 @@ class States:
     @untraced
     def fetch(self, layer: int, which: str) -> torch.Tensor | None:
         """The "conv" states (rows, channels, kernel) or "recurrent" ones (rows, heads, key_dim, value_dim): a
-        view that may be written, of the pass under way or of the next one. None where there are none yet."""
+        writable view, of the current pass or of the next one. None if there are none yet."""
         rows, part = self.rows, self._part(layer)
         if not self.started(layer):
             return None
@@ -57,7 +57,7 @@ class States:
             current = rows.current(part)
         elif current is None or (layer, which) in current.states:
             current = rows.enter(part, 1, len(rows.sequences))
-        rows.reached(part)  # what is fetched may be written from now on
+        rows.reached(part)  # the fetched view may be written from now on
         current.states[layer, which] = True
         if self._cache.state_spec(which, layer) is None:
             return None
@@ -68,20 +68,19 @@ class States:
 
     def _state(self, layer: int, which: str) -> torch.Tensor:
         pool = self.rows.pool
-        found = pool.bridge.alias(self._cache.state(self._at(layer), which, layer))
+        state = pool.bridge.alias(self._cache.state(self._at(layer), which, layer))
         device = pool.places.like(layer).device
-        if found.device != device:
+        if state.device != device:
             raise NotSupportedError(
-                f"HFCache: recurrent states of layer {layer} on {found.device} of a model on {device}, which "
-                "writes them in place; open the backend on the model's device"
+                f"HFCache: recurrent states of layer {layer} on {state.device} for a model on {device}, "
+                "which writes them in place; open the backend on the model's device"
             )
-        return found
+        return state
 
     @untraced
     def update_conv(self, layer: int, inputs: torch.Tensor, kernel: int | None, i: int = 0) -> torch.Tensor:
-        """Take inputs (rows, channels, tokens); returns them behind those before, padded to a kernel.
-
-        Of the layer's convolution ``i``.
+        """Store inputs (rows, channels, tokens) of the layer's convolution ``i``; returns them after the
+        previous ones, padded to a kernel.
         """
         rows, tokens, part, which = self.rows, inputs.shape[-1], self._part(layer), state_name("conv", i)
         begun = rows.under_way
@@ -113,9 +112,8 @@ class States:
         return full
 
     def _joins(self, layer: int, which: str, begun: ForwardPass) -> bool:
-        """Whether what ``layer`` gives is of the pass that it is in already: no later one has had its turn.
-
-        It has fetched a state for it, or has given another one of the same pass.
+        """Whether a state stored by ``layer`` belongs to its current pass: no later layer has taken part, and
+        it has fetched or stored another state in that pass.
         """
         own = {name: fetched for (i, name), fetched in begun.states.items() if i == layer}
         same = any(own.values()) or (bool(own) and which not in own)
@@ -131,8 +129,8 @@ class States:
             or current.states.get((layer, which)) is False
         ):
             raise OrderError(
-                f"HFCache: layer {layer} brings a recurrent state before it has fetched one or given its "
-                "convolution inputs, which tell of how many tokens it is"
+                f"HFCache: layer {layer} stores a recurrent state before it has fetched one or stored "
+                "convolution inputs, which give the number of tokens"
             )
         cache.learn_state(which, StateSpec(tuple(states.shape[1:]), ml.DType.F32), layer)
         at = pool.place(layer, states)
@@ -142,7 +140,7 @@ class States:
 
     @untraced
     def bring(self, layer: int, which: str, states: torch.Tensor) -> torch.Tensor:
-        """Take what states become in the pass under way, whose number of tokens may not be known yet."""
+        """Store the new states of the current pass, whose number of tokens may not be known yet."""
         self._brought[layer, which] = states
         if self.rows.under_way is not None and self.rows.length in self._attended:
             self._write_brought(self.rows.under_way.tokens)
@@ -150,13 +148,13 @@ class States:
 
     @property
     def _attended(self) -> set[int]:
-        """How many tokens layers with K and V have had: these know the pass under way."""
+        """The number of tokens that layers with K and V have, which includes the current pass."""
         seen = zip(self.rows.seen, self.rows.pool.plan.layers, strict=False)
         return {count for count, kind in seen if kind.attends and count}
 
     @untraced
     def settle(self, key: torch.Tensor) -> None:
-        """Keys (rows, heads, tokens, dim) tell of how many tokens the states are that came before them."""
+        """Settle the number of tokens of states stored before the keys (rows, heads, tokens, dim) arrived."""
         rows = self.rows
         if not self._brought:
             return
@@ -185,7 +183,7 @@ class States:
         self.rows.cut(length, self._marks(length))
 
     def _marks(self, length: int) -> list[StateSnapshot]:
-        """The rows' states of ``length``, from the inputs that were recorded; [] where these do not tell."""
+        """The rows' states at ``length``, from recorded inputs; [] if these do not suffice."""
         rows, plan = self.rows, self.rows.pool.plan
         layers = [i for i, count in enumerate(plan.states) if count]
         if not layers or not all(map(self.convolves, layers)):
@@ -195,19 +193,19 @@ class States:
         if rows.inputs.keys() != {(i, state_name("conv", n)) for i in layers for n in range(plan.states[i])}:
             return []
         cache, bridge = self._cache, rows.pool.bridge
-        found: list[dict[tuple[str, int], ml.Tensor]] = [{} for _ in rows.sequences]
+        marks: list[dict[tuple[str, int], ml.Tensor]] = [{} for _ in rows.sequences]
         for (layer, which), past in rows.inputs.items():
             gone, spec = rows.seen[self._part(layer)] - length, cache.state_spec(which, layer)
             assert spec is not None
             size = spec.shape[-1]
             state = past[..., : past.shape[-1] - gone][..., -size:]
             state = torch.nn.functional.pad(state, (size - state.shape[-1], 0))
-            for row, states in enumerate(found):
+            for row, states in enumerate(marks):
                 states[which, layer] = bridge.to_backend(self._at(layer), state[row : row + 1].contiguous())
-        return [StateSnapshot(length, length, states) for states in found]
+        return [StateSnapshot(length, length, states) for states in marks]
 
     def convolves(self, layer: int) -> bool:
-        """Whether a layer has been found to have states of convolutions alone, which their inputs tell."""
+        """Whether a layer has only convolution states, which can be recomputed from their inputs."""
         if not self.rows.pool.bound:
             return False
         cache = self._cache

@@ -1,8 +1,7 @@
-"""HFStaticCache: fixed shapes, for ``torch.compile``. The buffers of our caches, seen whole at every step.
-
-A compiled step cannot ask a cell table in Python where its tokens go. Each row therefore claims all of
-its ``capacity`` positions when the first keys come, which lie side by side then, and the step writes at
-the position that a counter on the device names. The masks of transformers hide what is not there yet.
+"""HFStaticCache: fixed shapes, for ``torch.compile``. Every step sees the whole buffers of our caches. A
+compiled step cannot query a cell table in Python. Each row therefore claims all of its ``capacity``
+positions, in adjacent cells, when the first keys arrive, and a step writes at the position in a counter on
+the device. transformers' masks hide positions that are not stored yet.
 """
 
 from __future__ import annotations
@@ -49,16 +48,15 @@ __all__ = ["HFStaticCache", "HFStaticEncoderDecoderCache"]
 
 
 class HFStaticCache(RowsCache):
-    """A cache that has the same shapes at every step, as transformers' StaticCache has.
-
-    ``generate`` compiles the model's step with it where transformers would with its own. Windows are stored
-    whole; ``crop`` and beams work, forks, ``remove`` and quantized storage are HFCache's.
+    """A cache with the same shapes at every step, like transformers' StaticCache. ``generate`` compiles the
+    model's step with it whenever it would with transformers' own. Windows are stored whole. ``crop`` and
+    beams are supported; forks, ``remove`` and quantized storage need HFCache.
     """
 
     rows: StaticBatchRows
 
     def __new__(cls, config: Any = None, *args: Any, **options: Any) -> Self:
-        """An encoder-decoder's config makes the subclass that is an ``EncoderDecoderCache`` too."""
+        """For an encoder-decoder's config, makes the subclass that is also an ``EncoderDecoderCache``."""
         check_names("HFStaticCache", cls.__init__, args, options)
         if cls is HFStaticCache and getattr(config, "is_encoder_decoder", False):
             return cast("Self", super().__new__(HFStaticEncoderDecoderCache))
@@ -72,12 +70,11 @@ class HFStaticCache(RowsCache):
         backend: ml.Backend | str | None = None,
         max_sequences: int | None = None,
     ) -> None:
-        """For models of ``config``: ``capacity`` tokens in each row, padding included.
-
-        ``backend`` is one that shares memory with the model, None: torch on its device. Memory is allocated
-        when the first keys come, for ``max_sequences`` rows (None: those of the first batch).
+        """A cache for models of ``config``, with ``capacity`` tokens in each row, including padding.
+        ``backend`` must share memory with the model; None: torch on its device. Memory is allocated when the
+        first keys arrive, for ``max_sequences`` rows (None: those of the first batch).
         """
-        # Windows keep all: a view of the whole has no holes.
+        # Windows keep everything: a view of the whole has no gaps.
         options = CacheOptions(backend, None, max_sequences, capacity, capacity, None)
         check_options("HFStaticCache", options)
         plan = layer_plan(config)
@@ -87,13 +84,14 @@ class HFStaticCache(RowsCache):
 
     def __repr__(self) -> str:
         pool = self.rows.pool
-        held = max(self.rows.held(), default=0)
-        stored = f"rows: {len(self.rows.sequences)}, tokens of each: {held}" if pool.bound else "empty"
+        longest = max(self.rows.held(), default=0)
+        stored = f"rows: {len(self.rows.sequences)}, tokens of each: {longest}" if pool.bound else "empty"
         return f"<HFStaticCache, layers: {len(self.layers)}, capacity: {pool.options.capacity}, {stored}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         raise NotSupportedError(
-            "deepcopy: an HFStaticCache, whose buffers stay where they are; an HFCache is copied, and forked"
+            "deepcopy: an HFStaticCache, whose buffers must keep their addresses; use an HFCache, which can "
+            "be copied and forked"
         )
 
     def _attach(self, rows: StaticBatchRows) -> None:
@@ -108,21 +106,20 @@ class HFStaticCache(RowsCache):
         return int(any(any(layer.has_previous_state.values()) for layer in states))
 
     def crop(self, tokens: int) -> None:
-        """Take the last ``-tokens`` back, or keep the first ``tokens`` where it is > 0.
-
-        NotSupportedError with linear attention, whose states keep no checkpoints here.
+        """Remove the last ``-tokens`` tokens, or keep the first ``tokens`` if it is > 0. Raises
+        NotSupportedError with linear attention, whose states have no checkpoints here.
         """
         if tokens == 0:
             return
-        held = self.rows.held()
-        most, least = max(held, default=0), min(held, default=0)
+        lengths = self.rows.held()
+        most, least = max(lengths, default=0), min(lengths, default=0)
         length = tokens if tokens > 0 else most + tokens
         if not 0 <= length <= least:
             raise cannot_crop(length, least)
         layers = _layers(self)
         if length < most and any(isinstance(layer, StaticLinearLayer) for layer in layers):
             raise NotSupportedError(
-                f"crop: {most - length} tokens of recurrent states of fixed shapes; HFCache goes back to "
+                f"crop: {most - length} tokens of recurrent states of fixed shapes; use HFCache, which has "
                 "checkpoints"
             )
         for layer in layers:
@@ -134,7 +131,7 @@ setattr(HFStaticCache, "__signature__", signature_of(HFStaticCache.__init__))  #
 
 
 class HFStaticEncoderDecoderCache(Crossing, HFStaticCache, EncoderDecoderCache):  # type: ignore[misc]
-    """HFStaticCache for encoder-decoders: ``HFStaticCache(config)`` makes it where the config says so."""
+    """HFStaticCache for encoder-decoders; ``HFStaticCache(config)`` returns one for such a config."""
 
     def _attach(self, rows: StaticBatchRows) -> None:
         self.rows = rows
@@ -142,13 +139,13 @@ class HFStaticEncoderDecoderCache(Crossing, HFStaticCache, EncoderDecoderCache):
         EncoderDecoderCache.__init__(self, HFStaticCache.of(rows), cross)
 
     def reset(self) -> None:
-        """Forget all tokens, and the encoder's output."""
+        """Remove all tokens and the encoder's output."""
         EncoderDecoderCache.reset(self)
         self.rows.forget_encoded()
 
 
 def _layers(cache: Any) -> list[Any]:
-    """The layers of a decoder that keep something."""
+    """The layers of a decoder that store something."""
     decoder = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     return [layer for layer in decoder.layers if isinstance(layer, StaticAttentionLayer | StaticLinearLayer)]
 
@@ -164,34 +161,33 @@ def _layer(rows: StaticBatchRows, i: int, kind: Kind) -> Any:
 
 
 class StaticBatchRows(BatchRows):
-    """Rows that hold all of their positions from the beginning, whatever is in them.
-
-    ``seen`` is what the host knows of: of passes that are compiled or captured only the device counts.
+    """Rows that own all of their positions from the beginning. ``seen`` counts only what the host knows;
+    compiled or captured passes are counted on the device.
     """
 
     def __init__(self, pool: CachePool) -> None:
         super().__init__(pool)
         self.counters: dict[int, torch.Tensor] = {}
-        """By layer, where the device counts its tokens."""
+        """By layer, the counter of its tokens on the device."""
 
     def held(self) -> list[int]:
-        """Tokens of each layer that has any. Waits for the device."""
+        """The number of tokens of each layer that has any. Waits for the device."""
         counters = [*self.counters.values()]
         counts = [counter.to(counters[0].device) for counter in counters]
         return [count for count in torch.stack(counts).tolist() if count] if counts else []
 
     def most(self, rows: int) -> tuple[int, str] | None:
-        """The positions of a row, which all are its own from the beginning."""
+        """The positions of a row, all of which it owns from the beginning."""
         capacity = self.pool.options.capacity
         return capacity, f"a row has capacity={capacity} cells; pass a larger capacity="
 
     def check_complete(self, op: str, whole: bool = False) -> None:
-        """Refuse to go on behind a pass that did not reach all layers, where the host knows of it."""
-        if len({*self.seen} - {0}) > 1 and len({*(held := self.held())}) > 1:
-            raise self.unfinished(op, min(held), max(held))
+        """Raise after a pass that did not reach all layers, if the host knows of it."""
+        if len({*self.seen} - {0}) > 1 and len({*(lengths := self.held())}) > 1:
+            raise self.unfinished(op, min(lengths), max(lengths))
 
     def unfinished(self, op: str, least: int, most: int) -> OrderError:
-        """The error where layers have had ``least`` to ``most`` tokens."""
+        """The error for layers with ``least`` to ``most`` tokens."""
         undone = least and not any(self.pool.plan.states)
         return OrderError(
             f"{op}: layers hold {least} to {most} tokens: a forward pass did not reach all of them. "
@@ -199,7 +195,7 @@ class StaticBatchRows(BatchRows):
         )
 
     def claim(self, batch: int, like: torch.Tensor) -> None:
-        """Give every row its cells for all positions, once."""
+        """Assign cells for all positions to every row, once."""
         if self.sequences:
             if batch != len(self.sequences):
                 raise InvalidRangeError(
@@ -219,7 +215,7 @@ class StaticBatchRows(BatchRows):
             raise
 
     def forget_encoded(self) -> None:
-        """Make ready for another output of the encoder, which may be of another length."""
+        """Prepare for a new output of the encoder, which may have a different length."""
         pool = self.pool
         for seq in self.sequences:
             pool.family.cross.remove(seq, 0)
@@ -227,20 +223,20 @@ class StaticBatchRows(BatchRows):
             pool.family.cross.start_forward(pool.ctx, self._batch(1, 1))
 
     def views(self, layer: int, kind: Kind, key: torch.Tensor, value: torch.Tensor) -> Pair:
-        """The buffers of a layer (rows, heads, capacity, dim), for keys and values like these."""
+        """Views of a layer's buffers (rows, heads, capacity, dim), for keys and values like these."""
         cache = self._reserved(kind, key)
         self._put(cache, layer, _one_token(key), _one_token(value))
         return self._whole(layer, kind)
 
     def indexer_view(self, layer: int, kind: Kind, keys: torch.Tensor) -> torch.Tensor:
-        """The buffer (rows, capacity, dim) of a layer's indexer, for keys like these."""
+        """A view of the buffer (rows, capacity, dim) of a layer's indexer, for keys like these."""
         self._reserved(kind, keys)
         part = self.pool.plan.part(layer)
         put_indexer_keys(self, part, kind, torch.zeros_like(keys[:, :1]))
         return self._whole(part, kind)[0][:, 0]
 
     def _reserved(self, kind: Kind, like: torch.Tensor) -> CausalCache:
-        """The cache of a kind, in a pass that only reserves: it allocates, and stores nothing."""
+        """The cache of a kind, in a ``reserve`` pass, which allocates and stores nothing."""
         self.claim(like.shape[0], like)
         cache = self.pool.family.caches[kind]
         cache.start_forward(self.pool.ctx, Batch([0] * len(self.sequences), self.sequences), reserve=True)
@@ -250,15 +246,13 @@ class StaticBatchRows(BatchRows):
         pool, cache = self.pool, self.pool.family.caches[kind]
         reading = DenseBatch(cache, self.sequences, unwritten=True)
         if not reading.is_view:
-            raise NotSupportedError(
-                "HFStaticCache: the rows do not lie at even distances, which fixed shapes need"
-            )
+            raise NotSupportedError("HFStaticCache: the rows are not evenly spaced, which fixed shapes need")
         keys, values = reading.read(pool.ctx.layer(layer), layer)
         return _addressed(pool.bridge.alias(keys)), _addressed(pool.bridge.alias(values))
 
 
 class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
-    """transformers' static layer on our buffers. Windows are stored whole, and shown whole."""
+    """transformers' static layer on our buffers. Windows are stored and shown whole."""
 
     cumulative_length: torch.Tensor
 
@@ -281,7 +275,7 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
         self.is_initialized = True
 
     def get_seq_length(self) -> Any:
-        """A copy of the counter: flex attention evaluates its mask behind ``update``, which advances it."""
+        """A copy of the counter: flex attention evaluates its mask after ``update``, which advances it."""
         length = super().get_seq_length()
         return length.clone() if isinstance(length, torch.Tensor) else length
 
@@ -293,17 +287,16 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
             self._check_begun(key_states.shape[2])
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        found: Pair = super().update(key_states.to(self.keys.dtype), value_states.to(self.values.dtype))
+        pair: Pair = super().update(key_states.to(self.keys.dtype), value_states.to(self.values.dtype))
         if not (is_torchdynamo_compiling() or _is_captured(key_states)):
             self.rows.seen[self.layer] += key_states.shape[2]
         if Trait.CONTIGUOUS in self.rows.pool.plan.traits:
-            return found[0].contiguous(), found[1].contiguous()
-        return found
+            return pair[0].contiguous(), pair[1].contiguous()
+        return pair
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(capacity, 0). Outside of compiled code it refuses what does not fit: CacheFullError.
-
-        And what follows a pass that failed half way: OrderError.
+        """(capacity, 0). Outside of compiled code, raises CacheFullError for tokens that do not fit, and
+        OrderError after a pass that failed midway.
         """
         if not is_torchdynamo_compiling():
             self.rows.check_complete("HFStaticCache")
@@ -311,41 +304,42 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
         return self.max_cache_len, 0
 
     def _check_like(self, *new: torch.Tensor) -> None:
-        """Refuse other rows, heads or sizes than the layer's, and dtypes that would be rounded."""
-        for name, one, held in zip(("keys", "values"), new, (self.keys, self.values), strict=True):
-            wanted = (*held.shape[:2], one.shape[2], held.shape[3])
-            rounded = torch.promote_types(one.dtype, held.dtype) != held.dtype
+        """Refuse rows, heads or sizes other than the layer's, and dtypes that would be rounded."""
+        for name, one, buffer in zip(("keys", "values"), new, (self.keys, self.values), strict=True):
+            wanted = (*buffer.shape[:2], one.shape[2], buffer.shape[3])
+            rounded = torch.promote_types(one.dtype, buffer.dtype) != buffer.dtype
             if tuple(one.shape) != wanted or rounded:
                 raise InvalidRangeError(
                     f"HFStaticCache: {name} {tuple(one.shape)} in {one.dtype} for layer {self.layer}, whose "
-                    f"shapes are fixed: they must be {wanted} in {held.dtype}"
+                    f"shapes are fixed: they must be {wanted} in {buffer.dtype}"
                 )
 
     def _check(self, tokens: int) -> None:
         on_cpu = self.cumulative_length.device.type == "cpu"
-        held = int(self.cumulative_length) if on_cpu else self.rows.seen[self.layer]
-        if held and tokens > 1:
+        stored = int(self.cumulative_length) if on_cpu else self.rows.seen[self.layer]
+        if stored and tokens > 1:
             remedy = f"pass these {tokens} tokens one at a time"
             self.rows.pool.plan.refuse("HFStaticCache", Trait.BY_ONE, remedy)
-        if held + tokens > self.max_cache_len:
+        if stored + tokens > self.max_cache_len:
             raise CacheFullError(
-                tokens, self.max_cache_len - held, dict.fromkeys(self.rows.sequences, held), "HFStaticCache",
+                tokens, self.max_cache_len - stored, dict.fromkeys(self.rows.sequences, stored),
+                "HFStaticCache",
                 f"a row has capacity={self.max_cache_len} cells, padding included: pass a larger capacity=",
             )  # fmt: skip
 
     def _check_begun(self, tokens: int) -> None:
-        """Refuse a layer that holds nothing in a pass behind others: the first pass never came to it."""
+        """Refuse an empty layer in a pass after others: the first pass did not reach it."""
         most = max(self.rows.seen)
         if not self.rows.seen[self.layer] and most > tokens and not int(self.cumulative_length):
             raise self.rows.unfinished("HFStaticCache", 0, most)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Later tokens overwrite what is taken back; the masks hide it until then."""
+        """Removed tokens are hidden by the masks until they are overwritten."""
         self.cumulative_length.sub_(-tokens_to_remove)
         self.rows.seen[self.layer] = max(0, self.rows.seen[self.layer] + tokens_to_remove)
 
     def keep(self, length: int) -> None:
-        """Take back what is behind the first ``length`` tokens, if anything is."""
+        """Remove everything after the first ``length`` tokens."""
         self.cumulative_length.clamp_(max=length)
         self.rows.seen[self.layer] = min(self.rows.seen[self.layer], length)
 
@@ -353,13 +347,13 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
         self.keep(0)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """In place: compiled code holds the addresses."""
+        """In place, since compiled code contains the addresses."""
         if self.is_initialized:
             _reorder((self.keys, self.values), beam_idx)
 
 
 class StaticIndexerLayer(StaticAttentionLayer, StaticIndexedLayer):  # type: ignore[misc]
-    """transformers' static layer with the keys of an indexer, those too on our buffers."""
+    """transformers' static layer with the keys of an indexer, all on our buffers."""
 
     indexer_position_ids: torch.Tensor | None
 
@@ -373,8 +367,8 @@ class StaticIndexerLayer(StaticAttentionLayer, StaticIndexedLayer):  # type: ign
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         if not self.is_indexer_initialized:
             self.lazy_initialization_indexer(indexer_key_states)
-        found: torch.Tensor = super().update_indexer(indexer_key_states.to(self.indexer_keys.dtype))
-        return found
+        keys: torch.Tensor = super().update_indexer(indexer_key_states.to(self.indexer_keys.dtype))
+        return keys
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
@@ -400,13 +394,13 @@ class StaticIndexerLayer(StaticAttentionLayer, StaticIndexedLayer):  # type: ign
 
 
 class StaticCrossLayer(CrossLayer):
-    """K and V of the encoder's output, read once: they do not change until they are replaced."""
+    """K and V of the encoder's output, read once, since they do not change until replaced."""
 
     is_compileable = True
 
     def __init__(self, rows: StaticBatchRows, layer: int) -> None:
         super().__init__(rows, layer)
-        self._found: Pair | None = None
+        self._pair: Pair | None = None
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
         rows = self.rows
@@ -414,19 +408,19 @@ class StaticCrossLayer(CrossLayer):
         rows.claim(key_states.shape[0], key_states)
         rows.put_encoded(self.layer, key_states, value_states)
         keys, values = rows.encoded(self.layer) or (key_states, value_states)
-        self._found = _addressed(keys), _addressed(values)
-        return self._found
+        self._pair = _addressed(keys), _addressed(values)
+        return self._pair
 
     @property
     def found(self) -> Pair | None:
-        return self._found
+        return self._pair
 
     def reset(self) -> None:
-        self._found = None
+        self._pair = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Beams of one input read the same output; others are reordered as the decoder's are."""
-        _reorder(self._found or (), beam_idx)
+        _reorder(self._pair or (), beam_idx)
 
 
 class StaticLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
@@ -460,33 +454,33 @@ class StaticLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
         if recurrent_states is not None:
             name = state_name("recurrent", state_idx)
             cache.learn_state(name, StateSpec(tuple(recurrent_states.shape[1:]), ml.DType.F32), self.layer)
-            found = pool.bridge.alias(cache.state(at, name, self.layer))
-            self.recurrent_states[state_idx] = _addressed(found)
+            state = pool.bridge.alias(cache.state(at, name, self.layer))
+            self.recurrent_states[state_idx] = _addressed(state)
             self.is_recurrent_states_initialized[state_idx] = True
 
     def update_conv_state(self, conv_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Refuses a batch of other rows: InvalidRangeError."""
+        """Raises InvalidRangeError for a batch with a different number of rows."""
         if not is_torchdynamo_compiling():
             self.rows.claim(conv_states.shape[0], conv_states)
-        found: torch.Tensor = super().update_conv_state(conv_states, *args, **kwargs)
-        return found
+        state: torch.Tensor = super().update_conv_state(conv_states, *args, **kwargs)
+        return state
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: states of fixed shapes cannot go back, which ``crop`` says."""
+        """A no-op: states of fixed shapes cannot go back, as ``crop`` reports."""
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         _reorder((*self.conv_states.values(), *self.recurrent_states.values()), beam_idx)
 
 
 class StaticHybridLayer(StaticLinearLayer, StaticAttentionLayer):
-    """K and V of one layer at fixed shapes, and the states beside them."""
+    """K and V of one layer at fixed shapes, and its states."""
 
     def __init__(self, rows: StaticBatchRows, layer: int, kind: Kind, count: int) -> None:
         StaticAttentionLayer.__init__(self, rows, layer, kind)
         StaticLinearLayer.__init__(self, rows, layer, count)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Of K and V, which come by their places, or of states, which come by name."""
+        """Initialize K and V, passed by position, or states, passed by name."""
         (StaticAttentionLayer if args else StaticLinearLayer).lazy_initialization(self, *args, **kwargs)
 
     def get_max_length(self) -> int:
@@ -502,30 +496,30 @@ class StaticHybridLayer(StaticLinearLayer, StaticAttentionLayer):
 
 
 def _reorder(tensors: Iterable[torch.Tensor | None], beam_idx: torch.Tensor) -> None:
-    """Row i becomes what row ``beam_idx[i]`` was, in place."""
+    """Replace row i by the previous row ``beam_idx[i]``, in place."""
     for tensor in tensors:
         if tensor is not None:
             tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
 
 def _is_captured(x: torch.Tensor) -> bool:
-    """Whether work on ``x`` is recorded for a CUDA graph and not done."""
+    """Whether work on ``x`` is being captured in a CUDA graph."""
     return x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _alike(key: torch.Tensor, value: torch.Tensor) -> Pair:
-    """Both of the wider dtype: autocast may compute keys in one and values in another."""
+    """Both in the wider dtype: autocast may compute keys and values in different ones."""
     dtype = torch.promote_types(key.dtype, value.dtype)
     return key.to(dtype), value.to(dtype)
 
 
 def _one_token(x: torch.Tensor) -> torch.Tensor:
-    """Zeros like one token of ``x``, which may have none (``early_initialization``)."""
+    """Zeros like one token of ``x``, which may be empty (``early_initialization``)."""
     return x.new_zeros((*x.shape[:2], 1, x.shape[3]))
 
 
 def _addressed(tensor: torch.Tensor) -> torch.Tensor:
-    """Tell torch.compile that the address stays, unless it is tracing."""
+    """Tell torch.compile that the address is static, unless it is tracing."""
     if not is_torchdynamo_compiling():
         torch._dynamo.mark_static_address(tensor)
     return tensor

@@ -1,4 +1,4 @@
-"""K and V that a layer has stored and may still read: attention of a model that attends by our caches."""
+"""A layer's stored K and V in a pass, which attention reads from the cache."""
 
 from __future__ import annotations
 
@@ -23,44 +23,44 @@ from kvcache.storage.cell_table import Row
 __all__ = ["Stored", "decode_over_views", "is_recorded", "tokens_of", "without_gradients"]
 
 CALLS = 4
-"""Hidden tokens are left out where they are so many calls' worth in each row: it takes more calls."""
+"""Hidden tokens are skipped only if each row has this many calls' worth of them, since it takes more
+calls.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class Stored:
-    """A layer's part in a pass: what is new is stored, and what the pass sees can be read."""
+    """A layer's part in a pass: the new tokens are stored, and everything visible can be read."""
 
     pool: CachePool
     layer: int
     kind: Kind
     current: ForwardPass
     reading: DenseBatch
-    _found: Pair | None = None
+    _read_pair: Pair | None = None
 
-    def pair(self, key: torch.Tensor, value: torch.Tensor, found: Pair | None) -> Pair:
-        """All K and V (rows, heads, tokens, dim) that the pass sees; ``stored`` of both is this.
-
-        ``found``, if they are there already; else views where that copies nothing, and tensors that are made
-        when something looks into them where it does.
+    def pair(self, key: torch.Tensor, value: torch.Tensor, read: Pair | None) -> Pair:
+        """All K and V (rows, heads, tokens, dim) that the pass sees; their attribute ``stored`` is this
+        object. They are ``read`` if read already, views if that copies nothing, else deferred tensors.
         """
-        if found is None and self.reading.is_view and self.pool.aliased(self.layer, key):
-            found = self.pool.read(self.reading, self.layer, key, value)
-        elif found is None:
+        if read is None and self.reading.is_view and self.pool.aliased(self.layer, key):
+            read = self.pool.read(self.reading, self.layer, key, value)
+        elif read is None:
             one, heads, tokens = self.pool.places.like(self.layer), key.shape[:2], self.reading.tokens
-            found = (
+            read = (
                 Deferred.of(one, (*heads, tokens, key.shape[3]), lambda: self._read(key, value)[0]),
                 Deferred.of(one, (*heads, tokens, value.shape[3]), lambda: self._read(key, value)[1]),
             )
-            self.current.given += map(weakref.ref, found)
-        for tensor in found:
+            self.current.deferred += map(weakref.ref, read)
+        for tensor in read:
             tensor.stored = self  # type: ignore[attr-defined]
-        return found
+        return read
 
     def _read(self, key: torch.Tensor, value: torch.Tensor) -> Pair:
-        if self._found is None:
+        if self._read_pair is None:
             self.pool.check_current(self.current)
-            self._found = self.pool.read(self.reading, self.layer, key, value)
-        return self._found
+            self._read_pair = self.pool.read(self.reading, self.layer, key, value)
+        return self._read_pair
 
     def attend(
         self,
@@ -72,8 +72,8 @@ class Stored:
     ) -> torch.Tensor | None:
         """Attention (rows, tokens, heads, v_dim) of query (rows, heads, tokens, head_dim).
 
-        ``pair`` is what ``pair`` gave, ``mask`` (rows, tokens so far) says what is no padding. None where
-        the cache sees otherwise: transformers counts chunks from the end of the padding.
+        ``pair`` is the result of ``pair``; ``mask`` (rows, tokens so far) marks tokens that are not padding.
+        None if the cache's visibility differs: transformers counts chunks from the end of the padding.
         """
         self.pool.check_current(self.current)
         cache, tokens = self.pool.family.caches[self.kind], self.current.tokens
@@ -83,21 +83,21 @@ class Stored:
             shown = self.current.masks[self.kind] = self._shown(mask, plain)
         if not shown.served or (shown.mask is not mask and not _equal(shown.mask, mask)):
             return None
-        if shown.dense and not plain:  # this layer has sinks, and the first of the kind has none
+        if shown.dense and not plain:  # this layer has sinks, but the first of its kind has none
             return None
         if shown.dense:
             return decode_over_views(query, *pair, scale, None if shown.rows is None else mask)
         ctx, bridge = self.pool.ctx.layer(self.layer), self.pool.bridge
         cache.set_layer(self.layer)
         logits = None if sinks is None else bridge.to_backend(ctx, sinks)
-        found = cache.attend(ctx, bridge.to_backend(ctx, tokens_of(query)), scale, logits)
-        out = bridge.to_torch(found, query).view(query.shape[0], tokens, query.shape[1], -1)
+        attended = cache.attend(ctx, bridge.to_backend(ctx, tokens_of(query)), scale, logits)
+        out = bridge.to_torch(attended, query).view(query.shape[0], tokens, query.shape[1], -1)
         if shown.blind is not None:
             out[torch.from_numpy(shown.blind).to(out.device)] = 0
         return out
 
     def _shown(self, mask: torch.Tensor | None, plain: bool) -> Shown:
-        """What ``mask`` shows of what the pass sees; lets the pass read that alone, if not views."""
+        """What ``mask`` shows of the visible tokens; unless views are read, limits the reading to them."""
         forward = self.pool.family.caches[self.kind].pass_under_way()
         assert forward is not None
         tokens, chunks = self.current.tokens, self.kind.name == CHUNKED
@@ -113,14 +113,14 @@ class Stored:
             rows = rows if hidden else None
         if not _goes_on(self.pool.shown.get(self.kind), rows):
             forward.reading.start_anew()
-        self.pool.shown[self.kind] = None if rows is None else rows.copy()  # the caller may change a mask
+        self.pool.shown[self.kind] = None if rows is None else rows.copy()  # the caller may change the mask
         blind = None if rows is None else self._blind(rows)
         if rows is not None and not dense:
             _hide(forward, rows, blind)
         return Shown(mask, rows, True, blind, dense)
 
     def _blind(self, rows: np.ndarray) -> np.ndarray | None:
-        """Which of the new tokens (rows, tokens) see nothing; None: each sees something."""
+        """Which of the new tokens (rows, tokens) see nothing; None if there are none."""
         seen = np.cumsum(np.pad(rows, ((0, 0), (1, 0))), 1, dtype=np.int32)
         ends = np.arange(self.current.begin, self.current.begin + self.current.tokens) + 1
         blind = seen[:, ends] == seen[:, np.maximum(ends - self.kind.size, 0) if self.kind.size else ends * 0]
@@ -132,21 +132,19 @@ def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def _goes_on(before: np.ndarray | None, shown: np.ndarray | None) -> bool:
-    """Whether a pass reads what the one before read, and its new tokens behind that; None: all is shown.
-
-    A new token has the cell behind the last one, which is where the reading ended if that one was shown.
+    """Whether a pass reads what the previous one read, followed by its new tokens; None if everything is
+    shown. A new token's cell follows that of the last token, where the reading ended if that token was shown.
     """
     if before is None or shown is None:
         return before is shown
-    held = before.shape[1]
-    return np.array_equal(shown[:, :held], before) and bool(shown[:, held - 1 :].all())
+    length = before.shape[1]
+    return np.array_equal(shown[:, :length], before) and bool(shown[:, length - 1 :].all())
 
 
 def _hide(forward: Reading, shown: np.ndarray, blind: np.ndarray | None) -> None:
-    """Let a pass over rows side by side, not read yet, read what ``shown`` (rows, positions) shows.
-
-    It reads from a table without what is hidden. New tokens that see nothing, which ``blind`` (rows, tokens)
-    names, read some cell: every query has to read one.
+    """Limit the reading of a pass over adjacent rows to what ``shown`` (rows, positions) shows, before it is
+    read. It uses a table without hidden cells. New tokens that see nothing, marked in ``blind`` (rows,
+    tokens), read an arbitrary cell, since every query must read one.
     """
     table, groups, unseeing = copy.copy(forward.table), [], []
     table.rows = [*table.rows]
@@ -176,10 +174,9 @@ def _hide(forward: Reading, shown: np.ndarray, blind: np.ndarray | None) -> None
 def decode_over_views(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """One token of each row, over views of the cache. Queries that share keys are rows of one product.
-
-    Not by cuDNN, which PyTorch prefers on some devices from 2.10 on: it plans anew, for tens of milliseconds,
-    at every length.
+    """Attention of one token of each row, over views of the cache. Queries that share keys are rows of one
+    product. Not cuDNN's, which PyTorch prefers on some devices from 2.10 on: it plans for tens of
+    milliseconds at every new length.
     """
     rows, heads, _, dim = query.shape
     stacked = query.reshape(rows, key.shape[1], -1, dim)
@@ -208,21 +205,21 @@ def is_recorded(key: torch.Tensor, value: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and (key.requires_grad or value.requires_grad)
 
 
-def without_gradients(found: Pair, key: torch.Tensor, value: torch.Tensor) -> Pair:
-    """``found``, whose ``backward`` raises NotSupportedError where gradients of ``key`` are recorded."""
+def without_gradients(pair: Pair, key: torch.Tensor, value: torch.Tensor) -> Pair:
+    """``pair``; its ``backward`` raises NotSupportedError if gradients of ``key`` are recorded."""
     if not is_recorded(key, value):
-        return found
+        return pair
     apply: Any = _Refusing.apply
-    keys, values = (apply(x, key, value) for x in found)
+    keys, values = (apply(x, key, value) for x in pair)
     return keys, values
 
 
 class _Refusing(torch.autograd.Function):
-    """Gradients do not flow through a cache: who asks for them is told, instead of given some of them."""
+    """Gradients do not flow through a cache: requesting them raises instead of returning incomplete ones."""
 
     @staticmethod
-    def forward(ctx: Any, found: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return found.view_as(found)
+    def forward(ctx: Any, tensor: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which versions of transformers this package works with: to import this module refuses older ones."""
+"""The supported versions of transformers; importing this module refuses older ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OLDEST = (5, 19)
 
 
 def check_version(version: str) -> None:
-    """Raise NotSupportedError for a version of transformers whose configs say otherwise what layers keep."""
+    """Raise NotSupportedError for a version of transformers whose configs describe layers differently."""
     release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if release < OLDEST:
         oldest = ".".join(map(str, OLDEST))

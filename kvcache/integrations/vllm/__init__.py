@@ -1,4 +1,4 @@
-"""Our stores behind vLLM: a KV connector that is named in a launch flag.
+"""These stores behind vLLM: a KV connector, named in a launch flag.
 
 ::
 
@@ -7,9 +7,9 @@
         "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"store": "file:///var/cache/kv?budget=100GiB"}}'
 
-``connector`` and ``metrics`` are what vLLM loads, and import it; ``paged_cache`` imports PyTorch. What is
-planned, named, read and written is decided without either: ``planner`` for the scheduler, ``transfers`` for
-a worker, ``steps`` is what passes between them.
+vLLM loads ``connector`` and ``metrics``, which import it; ``paged_cache`` imports PyTorch. Planning, naming,
+reading and writing need neither: ``planner`` runs in the scheduler, ``transfers`` in a worker, and ``steps``
+is the data passed between them.
 """
 
 from __future__ import annotations

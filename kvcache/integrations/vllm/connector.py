@@ -1,7 +1,6 @@
-"""What vLLM loads: its connector interface over our two sides. Imports vLLM.
-
-Pages hold all layers of their tokens and are verified as a whole, so that nothing of them is of use before
-all of it is there: loads go on between steps (vLLM schedules others meanwhile) and not layer by layer.
+"""The connector that vLLM loads: its interface over our two sides. Imports vLLM. Pages contain all layers of
+their tokens and are verified as a whole, so a page cannot be used before it is complete. Loads therefore run
+between steps (vLLM schedules other requests meanwhile) and not layer by layer.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from kvcache.integrations.vllm.steps import Report, Step
 
 __all__ = ["KVCacheConnector", "required"]
 
-log = init_logger("vllm.kvcache_connector")  # vLLM shows what comes under its own name
+log = init_logger("vllm.kvcache_connector")  # vLLM shows only loggers under its own name
 
 
 @dataclass
@@ -53,13 +52,13 @@ class ReportMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 @dataclass
 class PagesMetadata(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """What a rank's pages are made of, as JSON."""
+    """The format of a rank's pages, as JSON."""
 
     settings: str
 
 
 class KVCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """Prefixes from our stores, and to them; see docs/embedding-vllm.md."""
+    """Loads prefixes from our stores and saves them there; see docs/embedding-vllm.md."""
 
     _cache_hit_source = CacheHitSource.DISK
 
@@ -85,7 +84,7 @@ class KVCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # what is not stored is computed again
+        return False  # tokens that are not stored are computed again
 
     def shutdown(self) -> None:
         for side in (self._scheduler, self._worker):
@@ -96,16 +95,16 @@ class KVCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         assert self._scheduler is not None
-        for found in metadata.values():
-            if not isinstance(found, PagesMetadata):
+        for rank_metadata in metadata.values():
+            if not isinstance(rank_metadata, PagesMetadata):
                 raise NotSupportedError(
-                    f"KVCacheConnector: its workers' handshake metadata are {type(found).__name__}: vLLM's "
-                    "MultiConnector passes those of its first connector that has any to all; name "
+                    f"KVCacheConnector: its workers' handshake metadata are {type(rank_metadata).__name__}: "
+                    "vLLM's MultiConnector passes those of its first connector that has any to all; name "
                     "KVCacheConnector before that one"
                 )
         config = self._kv_transfer_config
-        settings = {rank: found.settings for rank, found in metadata.items()}
-        # A pooler that needs every token of a prompt fails where a prefix of it is not computed.
+        settings = {rank: rank_metadata.settings for rank, rank_metadata in metadata.items()}
+        # A pooler that needs every token of a prompt fails if a prefix is not computed.
         reads = config.is_kv_consumer and self._vllm_config.model_config.is_prefix_caching_supported
         self._scheduler.begin(settings, reads, config.is_kv_producer)
         log.info(
@@ -137,18 +136,18 @@ class KVCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         before = [(new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs]
         before += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
         after = [(name, computed + scheduled[name]) for name, computed in before]
-        # Ours go on between steps, so that this is a load of another connector. Whether it failed is known
-        # when the step has ended, and by then vLLM has scheduled as many as it runs at once. A request that
-        # ran before stands on none of its blocks.
+        # Our loads run between steps, so this is another connector's load. Whether it failed is known after
+        # the step, when vLLM has already scheduled the next ones. A request that ran before uses none of its
+        # blocks.
         unsure = self._vllm_config.max_concurrent_batches if scheduler_output.has_sync_kv_loads else 0
         admitted = {new.req_id for new in scheduler_output.scheduled_new_reqs} | cached.resumed_req_ids
-        held = lambda name: state.get_block_ids(name)[0]  # noqa: E731
-        return StepMetadata(self._planner.plan(after, held, unsure, admitted))
+        blocks = lambda name: state.get_block_ids(name)[0]  # noqa: E731
+        return StepMetadata(self._planner.plan(after, blocks, unsure, admitted))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        found = connector_output.kv_connector_worker_meta
-        if isinstance(found, ReportMetadata):
-            self._planner.heard(found.report)
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, ReportMetadata):
+            self._planner.heard(metadata.report)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._planner.finished(request.request_id)
@@ -203,12 +202,12 @@ class KVCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker.transfers.load(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing that a pass reads is still being loaded."""
+        """A no-op: no block that a pass reads is still being loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """All layers are copied when the pass ends, so that a pass is never cut in pieces for it."""
+        """A no-op: all layers are copied when the pass ends, so that a pass is never split."""
 
     def wait_for_save(self) -> None:
         assert self._worker is not None
@@ -250,7 +249,7 @@ class KVCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
 
 def _fill(module: Any, spec: Any) -> Fill | None:
-    """vLLM's kernel that stores K and V of a layer; None where there is none, or scales go with them."""
+    """vLLM's kernel that stores K and V of a layer; None if there is none, or if it uses scales."""
     update = getattr(module.impl, "do_kv_cache_update", None)
     if update is None or spec.kv_quant_mode != 0:
         return None

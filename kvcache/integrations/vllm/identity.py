@@ -1,4 +1,4 @@
-"""Which model computes the pages, read from vLLM's configuration; imports no vLLM."""
+"""Identifies the model that computes the pages from vLLM's configuration; does not import vLLM."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from kvcache.stores import UnknownModelError, identity_of
 __all__ = ["SHARED", "check_config", "identity_of_config", "settings_of"]
 
 SHARED = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-"""Models whose K and V are those of transformers and of our runner, in the same order of elements."""
+"""Models whose K and V equal those of transformers and of our engine, in the same order of elements."""
 PLAIN_ROPES = frozenset({"default", "llama3"})
 DRAFTLESS = frozenset({"ngram", "ngram_gpu", "suffix"})
-"""Ways to speculate that store nothing of a model of their own."""
+"""Speculation methods without a draft model."""
 _HOW = frozenset({"enable_multithread_load", "num_threads"})
-"""Options of vLLM's loaders that say how weights are read, and not which."""
+"""Options of vLLM's loaders that affect how weights are read, not which."""
 _DTYPES = {"float32": ml.DType.F32, "float16": ml.DType.F16, "bfloat16": ml.DType.BF16}
 
 
 def check_config(config: Any, cache: Any) -> None:
-    """Raise NotSupportedError for a ``VllmConfig`` or ``KVCacheConfig`` that is not served."""
+    """Raise NotSupportedError for an unsupported ``VllmConfig`` or ``KVCacheConfig``."""
     parallel, speculative = config.parallel_config, config.speculative_config
     _refuse(parallel.pipeline_parallel_size > 1, "pipeline parallelism", "--pipeline-parallel-size 1")
     context = max(
@@ -37,12 +37,12 @@ def check_config(config: Any, cache: Any) -> None:
     _refuse(context > 1, "context parallelism", "context parallel sizes of 1")
     _refuse(
         getattr(config.cache_config, "calculate_kv_scales", False),
-        "K and V whose scales are found on the way",
+        "K and V with dynamically calculated scales",
         "scales of the checkpoint, without --calculate-kv-scales",
     )
     _refuse(
         speculative is not None and speculative.method not in DRAFTLESS,
-        f"speculation by {getattr(speculative, 'method', None)!r}, with K and V of a model of its own",
+        f"speculation by {getattr(speculative, 'method', None)!r}, with K and V of a draft model",
         "ngram speculation, or none",
     )
     groups = cache.kv_cache_groups
@@ -50,7 +50,7 @@ def check_config(config: Any, cache: Any) -> None:
     _refuse(
         len(groups) != 1,
         f"{len(groups)} groups of KV cache layers ({', '.join(kinds)})",
-        "a model of attention layers only, and --disable-hybrid-kv-cache-manager where it has windows",
+        "a model of attention layers only, and --disable-hybrid-kv-cache-manager if it has windows",
     )
     _refuse(
         kinds != ["FullAttentionSpec"],
@@ -65,23 +65,22 @@ def _refuse(case: bool, what: str, remedy: str) -> None:
 
 
 def _specs(spec: Any) -> Iterator[Any]:
-    """The specs of a group's layers, where they differ in width."""
+    """The specs of a group's layers, if they differ in width."""
     yield from getattr(spec, "kv_cache_specs", {"": spec}).values()
 
 
 def identity_of_config(config: Any, options: ConnectorOptions) -> dict[str, Any]:
-    """What names the model: what the options say, else a digest of its files, as ``model_identity`` has it.
-
-    Whatever else changes K and V is added. Raises UnknownModelError where nothing tells the weights.
+    """The identity of the model: from the options, else a digest of its files as in ``model_identity``, with
+    everything else that changes K and V. Raises UnknownModelError if the weights cannot be identified.
     """
     model = config.model_config
     more = {**_quantization(model), **_overrides(config), **_lengths(model)}
     if options.identity is not None:
-        found = dict(options.identity)
+        identity = dict(options.identity)
     else:
         dummy = str(config.load_config.load_format).rpartition(".")[2].lower() == "dummy"
-        found = {**identity_of(_folder(model, dummy), _dtype(model))}
-    return {**found, "vllm": more} if more else found
+        identity = {**identity_of(_folder(model, dummy), _dtype(model))}
+    return {**identity, "vllm": more} if more else identity
 
 
 def _dtype(model: Any) -> ml.DType:
@@ -101,23 +100,23 @@ def _folder(model: Any, dummy: bool) -> Path:
 
 
 def _quantization(model: Any) -> dict[str, Any]:
-    """Weights that are quantized as they are loaded; where the checkpoint is, its files say so."""
-    given = getattr(model.hf_config, "quantization_config", None)
-    return {"quantization": str(model.quantization)} if model.quantization and not given else {}
+    """The quantization applied while loading; that of a quantized checkpoint is in its files."""
+    quantization = getattr(model.hf_config, "quantization_config", None)
+    return {"quantization": str(model.quantization)} if model.quantization and not quantization else {}
 
 
 def _overrides(config: Any) -> dict[str, Any]:
-    """What was set in place of what the model's files say."""
+    """The settings that override the model's files."""
     model, images = config.model_config, config.model_config.multimodal_config
     if callable(model.hf_overrides):
         raise UnknownModelError(
-            "KVCacheConnector: hf_overrides is a function, which names no model; give a dict"
+            "KVCacheConnector: hf_overrides is a function, which cannot be identified; pass a dict"
         )
     loader = config.load_config.model_loader_extra_config
     if isinstance(loader, Mapping):
         loader = {name: value for name, value in loader.items() if name not in _HOW}
     named = {
-        "hf_config": _config_digest(model.hf_config) if model.hf_config_path else "",  # beside other files
+        "hf_config": _config_digest(model.hf_config) if model.hf_config_path else "",  # a separate file
         "quantization_config": model.quantization_config,
         "model_loader_extra_config": loader,
         "mm_processor_kwargs": getattr(images, "mm_processor_kwargs", None),
@@ -128,28 +127,28 @@ def _overrides(config: Any) -> dict[str, Any]:
 
 
 def _config_digest(config: Any) -> str:
-    """Without the version of transformers, which writes its own into each."""
-    found = json.loads(config.to_json_string())
-    found.pop("transformers_version", None)
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+    """The config's digest without the version of transformers that wrote it."""
+    config_fields = json.loads(config.to_json_string())
+    config_fields.pop("transformers_version", None)
+    return hashlib.sha256(json.dumps(config_fields, sort_keys=True).encode()).hexdigest()
 
 
 def _lengths(model: Any) -> dict[str, Any]:
-    """Rotations that depend on the longest prompt."""
+    """Settings of rotations that depend on the longest prompt."""
     return {} if _ropes(model) <= PLAIN_ROPES else {"max_model_len": model.max_model_len}
 
 
 def _ropes(model: Any) -> set[str]:
-    given = getattr(model.hf_text_config, "rope_parameters", None) or {}
-    nested = [value for value in given.values() if isinstance(value, Mapping)]
-    return {str(one.get("rope_type", "default")) for one in nested or [given]}
+    parameters = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
+    return {str(one.get("rope_type", "default")) for one in nested or [parameters]}
 
 
-def settings_of(config: Any, found: Mapping[str, Any], windows: list[int | None]) -> dict[str, Any]:
-    """What pages are named by beside the model; ``found`` are those of their format.
+def settings_of(config: Any, settings: Mapping[str, Any], windows: list[int | None]) -> dict[str, Any]:
+    """The settings in the keys of pages, besides the model; ``settings`` are those of the pages' format.
 
-    Where every cache of ours would hold the same K and V they are a ``CausalCache``'s, so that others read
-    them too; else they say that they are vLLM's.
+    If our caches would store the same K and V, they are a ``CausalCache``'s, so that other runtimes can read
+    the pages; else they are marked as vLLM's.
     """
     model = config.model_config
     alike = (
@@ -157,12 +156,12 @@ def settings_of(config: Any, found: Mapping[str, Any], windows: list[int | None]
         and _ropes(model) <= PLAIN_ROPES
         and config.parallel_config.tensor_parallel_size == 1
         and not any(windows)
-        and found["kind"] == "CausalCache"
+        and settings["kind"] == "CausalCache"
     )
     if alike:
-        return dict(found)
+        return dict(settings)
     return {
-        **found,
+        **settings,
         "computed_by": "vLLM",
         "kv_cache_dtype": str(config.cache_config.cache_dtype),
         "windows": windows,

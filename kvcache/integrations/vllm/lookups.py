@@ -1,4 +1,4 @@
-"""How much of a prefix stores have, asked by threads: a scheduler does not wait for a slow store."""
+"""Lookups of prefixes in stores by threads, so that a scheduler does not wait for a slow store."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["Lookups", "PageKeys", "stored_pages"]
 log = logging.getLogger("kvcache")
 
 PageKeys = Sequence[Sequence[str]]
-"""By rank the keys of a chain's pages, in order."""
+"""By rank, the keys of a chain's pages, in order."""
 
 
 def stored_pages(tier: StoreTier, keys: PageKeys) -> int:
-    """How many leading pages the stores have of every rank."""
+    """The number of leading pages that are stored for every rank."""
     count = min(map(len, keys))
     for own in keys:
         count = tier.prefix(own[:count]) if count else 0
@@ -37,10 +37,9 @@ class _Lookup:
 
 
 class Lookups:
-    """One lookup per request, remembered until it is forgotten or the request has other tokens.
-
-    The first call waits ``wait`` seconds; later ones do not. What takes longer than ``timeout`` seconds is
-    a miss. Called by the scheduler's thread alone.
+    """One lookup per request, kept until it is dropped or the request's tokens change. The first call waits
+    ``wait`` seconds; later ones do not wait. A lookup that takes longer than ``timeout`` seconds is a miss.
+    Called only by the scheduler's thread.
     """
 
     def __init__(
@@ -54,14 +53,14 @@ class Lookups:
     ) -> None:
         self._count, self._workers, self._counters, self._clock = count, workers, counters, clock
         self._wait, self._timeout = wait, timeout
-        self._found: dict[str, _Lookup] = {}
+        self._lookups: dict[str, _Lookup] = {}
 
     def pages(self, request: str, tokens: int, keys: Callable[[], PageKeys]) -> int | None:
-        """Leading pages of a request of so many ``tokens`` that are stored; None: not known yet."""
-        lookup = self._found.get(request)
+        """The number of stored leading pages of a request with ``tokens`` tokens; None: not known yet."""
+        lookup = self._lookups.get(request)
         if lookup is None or lookup.tokens != tokens:
             self.forget(request)
-            lookup = self._found[request] = _Lookup(tokens, self._clock())
+            lookup = self._lookups[request] = _Lookup(tokens, self._clock())
             self._counters.add("lookups")
             self._workers.submit(self._job(lookup, keys()))
             lookup.done.wait(self._wait)
@@ -71,19 +70,19 @@ class Lookups:
             self._counters.add("lookups_timed_out")
             log.warning("lookup: no answer in %.3g s; the prompt is computed instead", self._timeout)
             self.forget(request)
-            self._found[request] = late = _Lookup(tokens, lookup.asked)
+            self._lookups[request] = late = _Lookup(tokens, lookup.asked)
             late.done.set()
             return 0
         return None
 
     def forget(self, request: str) -> None:
-        lookup = self._found.pop(request, None)
+        lookup = self._lookups.pop(request, None)
         if lookup is not None:
             lookup.done.set()
 
     def _job(self, lookup: _Lookup, keys: PageKeys) -> Callable[[], None]:
         def look() -> None:
-            if lookup.done.is_set():  # nobody waits for it any more
+            if lookup.done.is_set():  # no longer needed
                 return
             try:
                 lookup.pages = self._count(keys)

@@ -1,4 +1,4 @@
-"""The keys of a request's pages: our chain over its tokens, salted by all that vLLM keeps apart."""
+"""The keys of a request's pages: a chain over its tokens, salted by everything that vLLM distinguishes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Pages", "Request", "RequestKeys", "salted"]
 
 
 class Request(Protocol):
-    """What is read of vLLM's ``Request``."""
+    """The attributes used of vLLM's ``Request``."""
 
     request_id: str
     cache_salt: str | None
@@ -29,11 +29,10 @@ class Request(Protocol):
 
 
 class Pages:
-    """The names of pages of ``tokens`` tokens, for each of ``ranks`` ranks.
-
-    A rank's keys are those of ``PrefixCache(..., identity=, block_size=tokens)`` over a cache of these
-    ``settings``. Where there are several, the identity says which one of how many it is, as
-    ``kvcache.stores.identity_of`` does: each has K and V of its own heads.
+    """The keys of pages of ``tokens`` tokens, for each of ``ranks`` ranks. A rank's keys are those of
+    ``PrefixCache(..., identity=, block_size=tokens)`` over a cache with these ``settings``. With several
+    ranks, the identity includes the rank and their number, as in ``kvcache.stores.identity_of``, since each
+    stores K and V of its own heads.
     """
 
     def __init__(
@@ -58,47 +57,49 @@ class Pages:
         ]
 
     def reset(self) -> None:
-        """Name pages anew, so that nothing that was stored is found: the weights have changed, say."""
+        """Use new keys from now on, so that earlier pages are not found, for example after the weights have
+        changed.
+        """
         self._keys = self._made({"reset": secrets.token_hex(16)})
 
     def of(self, request: Request) -> RequestKeys:
-        """Raises NotSupportedError for a request that keys cannot name."""
+        """The keys of a request. Raises NotSupportedError for a request that keys cannot identify."""
         if request.prompt_embeds is not None:
-            raise NotSupportedError("its prompt has embeddings, which keys do not name")
+            raise NotSupportedError("its prompt has embeddings, which keys do not identify")
         return RequestKeys(self._keys, request, self._adapter(request.lora_request))
 
     def _adapter(self, lora: Any) -> str | None:
-        """The digest of an adapter's files, as they were when it was first used: vLLM has these loaded."""
+        """The digest of an adapter's files at its first use, when vLLM loaded them."""
         if lora is None:
             return None
-        found = weights_digest(lora.lora_path)
+        digest = weights_digest(lora.lora_path)
         if not lora.load_inplace:  # else vLLM loads it again
-            first = self._adapters.setdefault((lora.lora_int_id, lora.lora_path), found)
-            if first != found:
+            first = self._adapters.setdefault((lora.lora_int_id, lora.lora_path), digest)
+            if first != digest:
                 raise NotSupportedError(
                     f"the files of its LoRA adapter {lora.lora_path!r} have changed since it was first used; "
-                    "have vLLM load it under another name"
+                    "load it under another name"
                 )
-        if found is None:
+        if digest is None:
             raise NotSupportedError(
                 f"the files of its LoRA adapter {lora.lora_path!r} are not in a folder here"
             )
-        return found
+        return digest
 
     def keys(self, request: Request, tokens: int) -> list[list[str]]:
-        """By rank the keys of the full pages among a request's first ``tokens`` tokens."""
+        """By rank, the keys of the full pages among a request's first ``tokens`` tokens."""
         return self.of(request).upto(tokens)
 
 
 class RequestKeys:
-    """The keys of a request's pages, each hashed once: what is in a page does not change any more."""
+    """The keys of a request's pages, each hashed once, since full pages do not change."""
 
     def __init__(self, keys: Sequence[Keys], request: Request, adapter: str | None) -> None:
         self._keys, self._request, self._adapter = keys, request, adapter
         self._known: list[list[str]] = [[] for _ in keys]
 
     def upto(self, tokens: int) -> list[list[str]]:
-        """By rank those of the full pages among the first ``tokens`` tokens."""
+        """By rank, the keys of the full pages among the first ``tokens`` tokens."""
         size = self._keys[0].block_size
         known, count = len(self._known[0]), tokens // size
         if known < count:
@@ -111,10 +112,9 @@ class RequestKeys:
 def salted(
     request: Request, adapter: str | None, begin: int, end: int
 ) -> tuple[np.ndarray, dict[int, bytes | SaltedToken]]:
-    """A request's tokens ``[begin, end)`` as they are named, for a chain: ids, and by place what is more.
-
-    The first token of all carries vLLM's ``cache_salt``, as ``PrefixCache.begin`` has it, and the adapter;
-    the first one of each image its hash. What is more than an id is a variant, which no salt can imitate.
+    """A request's tokens ``[begin, end)`` for a chain: ids, and by position additional data. The first token
+    of the request carries vLLM's ``cache_salt``, as in ``PrefixCache.begin``, and the adapter; the first
+    token of each image carries its hash. Additional data is a variant, which no salt can imitate.
     """
     ids = np.array(request.all_token_ids[begin:end], np.int64)
     more: dict[int, list[tuple[str, str]]] = {}

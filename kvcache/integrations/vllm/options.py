@@ -1,4 +1,4 @@
-"""What ``kv_connector_extra_config`` may say."""
+"""The options in ``kv_connector_extra_config``."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["LEAST_PAGE", "PAGES", "ConnectorOptions"]
 WHERE = "kv_connector_extra_config"
 PAGES = ("auto", "raw")
 LEAST_PAGE = 128
-"""Tokens of a page where none are asked for, rounded up to whole blocks."""
+"""The default number of tokens of a page, rounded up to whole blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectorOptions:
     """The connector's options, checked.
 
-    ``store`` are URLs, the nearest first. ``page_tokens`` is how many tokens an entry covers, whole blocks of
-    vLLM; 0: the fewest blocks that make 128. ``host_memory`` bounds the bytes that wait to be written;
-    a step that has more waits ``save_wait`` seconds for room, and then leaves the rest for later.
-    A scheduler waits ``lookup_wait`` seconds for what a store answers, then schedules others first, and
-    counts no answer after ``lookup_timeout`` seconds as a miss. ``identity`` names the model in place of a
-    digest of its files. ``pages``: "raw" keeps blocks as vLLM's attention lays them out, whatever it is.
+    ``store``: URLs, nearest first. ``page_tokens``: the number of tokens of an entry, in whole blocks of
+    vLLM; 0: the fewest blocks with at least 128. ``host_memory`` limits the bytes that wait to be written; a
+    step with more waits ``save_wait`` seconds for room, then postpones the rest. A scheduler waits
+    ``lookup_wait`` seconds for a store's answer, then schedules other requests first; no answer after
+    ``lookup_timeout`` seconds is a miss. ``identity`` replaces the digest of the model's files. ``pages``:
+    "raw" stores blocks in the layout of vLLM's attention, whatever it is.
     """
 
     store: tuple[str, ...]
@@ -44,23 +44,23 @@ class ConnectorOptions:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> ConnectorOptions:
-        """Raises InvalidRangeError for an option that there is not, and a value that is none."""
-        found = parse_options(WHERE, given, [field.name for field in fields(cls)])
-        if "host_memory" in found:
-            found["host_memory"] = parse_bytes(found["host_memory"], f"{WHERE}: host_memory")
+        """Raises InvalidRangeError for an unknown option and for an invalid value."""
+        options = parse_options(WHERE, given, [field.name for field in fields(cls)])
+        if "host_memory" in options:
+            options["host_memory"] = parse_bytes(options["host_memory"], f"{WHERE}: host_memory")
         for name, least in {"page_tokens": 0, "load_threads": 1, "lookup_threads": 1}.items():
-            check_number(f"{WHERE}: {name}", found.get(name, least), int, least)
+            check_number(f"{WHERE}: {name}", options.get(name, least), int, least)
         for name in ("lookup_wait", "lookup_timeout", "save_wait"):
-            check_number(f"{WHERE}: {name}", found.get(name, 0), (int, float), 0)
-        check_number(f"{WHERE}: save_generated", found.get("save_generated", True), bool, False)
-        if found.get("pages", "auto") not in PAGES:
+            check_number(f"{WHERE}: {name}", options.get(name, 0), (int, float), 0)
+        check_number(f"{WHERE}: save_generated", options.get("save_generated", True), bool, False)
+        if options.get("pages", "auto") not in PAGES:
             raise InvalidRangeError(
-                f"{WHERE}: pages={found['pages']!r}; it must be one of {', '.join(PAGES)}"
+                f"{WHERE}: pages={options['pages']!r}; it must be one of {', '.join(PAGES)}"
             )
-        return cls(**found)
+        return cls(**options)
 
     def tokens_of_page(self, block_size: int) -> int:
-        """Raises InvalidRangeError where ``page_tokens`` are no whole blocks."""
+        """The tokens of a page. Raises InvalidRangeError unless ``page_tokens`` are whole blocks."""
         tokens = self.page_tokens or -(-LEAST_PAGE // block_size) * block_size
         if tokens % block_size:
             raise InvalidRangeError(

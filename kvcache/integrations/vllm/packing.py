@@ -1,8 +1,7 @@
-"""Where K and V of a token lie in a block of vLLM's cache, found by writing numbers through its own kernel.
-
-A block is (heads, tokens, content) to vLLM; what an attention backend makes of it is its own affair (the
-CPU's transposes keys). The kernel that fills the cache is given K and V that count 0, 1, 2, ..., and the
-block then says where each element went.
+"""Finds the places of a token's K and V in a block of vLLM's cache, by writing numbers through its own
+kernel. To vLLM, a block is (heads, tokens, content); the layout inside depends on the attention backend (the
+CPU's transposes keys). The kernel that fills the cache gets K and V with the numbers 0, 1, 2, ..., and the
+block then shows the place of each element.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ import numpy as np
 __all__ = ["BASE", "Strides", "digits", "places", "strides_of"]
 
 BASE = 128
-"""Digits that F16 and BF16 hold exactly."""
+"""The base of digits that F16 and BF16 represent exactly."""
 
 
 class Strides(NamedTuple):
-    """(token, head, dim) lies at ``offset + token * s0 + head * s1 + dim * s2`` of its block, in elements."""
+    """Element (token, head, dim) is at ``offset + token * s0 + head * s1 + dim * s2`` of its block."""
 
     offset: int
     steps: tuple[int, int, int]
 
 
 def digits(count: int) -> list[np.ndarray]:
-    """The numbers 0 to ``count - 1`` in digits of BASE, the lowest first: float32 (count,), plus 1."""
+    """The digits of the numbers 0 to ``count - 1`` in BASE, lowest first, each plus 1: float32 (count,)."""
     numbers = np.arange(count)
     planes = []
     while True:
@@ -37,9 +36,8 @@ def digits(count: int) -> list[np.ndarray]:
 
 
 def places(planes: Sequence[np.ndarray], count: int) -> np.ndarray | None:
-    """Where each of ``count`` numbers went, int64 indexes into the block; None: not each once.
-
-    ``planes`` are what the block (elements,) holds of each of the ``digits``; 0 where nothing was written.
+    """The place of each of ``count`` numbers, as int64 indices into the block; None unless each occurs once.
+    ``planes`` are the block's content (elements,) for each of the ``digits``; 0 if nothing was written.
     """
     written = [plane != 0 for plane in planes]
     if not all(np.isfinite(plane).all() and (plane == np.floor(plane)).all() for plane in planes):
@@ -48,16 +46,16 @@ def places(planes: Sequence[np.ndarray], count: int) -> np.ndarray | None:
         return None
     numbers = sum((plane.astype(np.int64) - 1) * BASE**i for i, plane in enumerate(planes))
     where = np.flatnonzero(written[0])
-    found = np.asarray(numbers)[where]
-    if found.size != count or not np.array_equal(np.sort(found), np.arange(count)):
+    read_back = np.asarray(numbers)[where]
+    if read_back.size != count or not np.array_equal(np.sort(read_back), np.arange(count)):
         return None
     back = np.empty(count, np.int64)
-    back[found] = where
+    back[read_back] = where
     return back
 
 
 def strides_of(where: np.ndarray) -> Strides | None:
-    """Even steps through ``where`` (tokens, heads, dim), if it is made of them."""
+    """The strides of ``where`` (tokens, heads, dim), or None if it has none."""
     first = int(where[0, 0, 0])
     steps = tuple(
         int(where.take(1, axis).flat[0]) - first if size > 1 else 0 for axis, size in enumerate(where.shape)

@@ -1,4 +1,4 @@
-"""vLLM's cache on this rank: blocks of all layers, copied out and written as pages have them. PyTorch."""
+"""vLLM's cache on this rank: blocks of all layers, copied to and from pages. Imports PyTorch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Fill = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class CacheLayer:
-    """One layer of vLLM's cache: ``cache`` (blocks, heads, tokens, content), and what its spec says of it."""
+    """One layer of vLLM's cache: ``cache`` (blocks, heads, tokens, content), and data of its spec."""
 
     name: str
     cache: torch.Tensor
@@ -36,13 +36,13 @@ class CacheLayer:
     key_dim: int
     value_dim: int
     fill: Fill | None
-    """None: its backend stores K and V in no way of which anything is known."""
+    """None: how its backend stores K and V is unknown."""
 
 
 class _Strided:
-    """K and V by token, where they lie at even distances: views."""
+    """K and V by token as strided views."""
 
-    def __init__(self, words: torch.Tensor, tokens: int, layer: CacheLayer, found: Sequence[Strides]) -> None:
+    def __init__(self, words: torch.Tensor, tokens: int, layer: CacheLayer, pair: Sequence[Strides]) -> None:
         shapes = ((tokens, layer.heads, dim) for dim in (layer.key_dim, layer.value_dim))
         self._views = [
             words.as_strided(
@@ -50,7 +50,7 @@ class _Strided:
                 (words.stride(0), *strides.steps),
                 words.storage_offset() + strides.offset,
             )
-            for shape, strides in zip(shapes, found, strict=True)
+            for shape, strides in zip(shapes, pair, strict=True)
         ]
 
     def gather(self, blocks: torch.Tensor) -> list[torch.Tensor]:
@@ -62,7 +62,7 @@ class _Strided:
 
 
 class _Scattered:
-    """K and V by token, each element of a block wherever the backend has put it."""
+    """K and V by token, with an index for each element of a block."""
 
     def __init__(self, words: torch.Tensor, tokens: int, layer: CacheLayer, where: np.ndarray) -> None:
         self._words, self._where = words, torch.from_numpy(where).to(words.device)
@@ -96,16 +96,15 @@ class _Raw:
 
 
 _Blocks: TypeAlias = _Strided | _Scattered | _Raw
-"""One layer's blocks: how many elements of a page go where."""
+"""The mapping between one layer's blocks and a page."""
 
 
 def find_pages(
     layers: Sequence[CacheLayer], block_size: int, blocks: int, tokens: int, layout: str, raw: bool = False
 ) -> PagedCache:
-    """How pages of ``tokens`` tokens are made of a cache of ``blocks`` blocks of ``block_size`` tokens.
-
-    K and V by token where the backend is found to store them so, unless they are asked for ``raw``; else
-    blocks byte for byte, which only a backend of the same ``layout`` can read.
+    """The format of pages of ``tokens`` tokens over a cache of ``blocks`` blocks of ``block_size`` tokens. K
+    and V by token if their places can be determined and ``raw`` is not set; else blocks byte for byte, which
+    only a backend with the same ``layout`` can read.
     """
     ratio = layers[0].cache.shape[0] // blocks
     small = block_size // ratio
@@ -113,14 +112,14 @@ def find_pages(
     dtypes = {_DTYPES.get(layer.cache.dtype) for layer in layers}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     for layer in layers if dtype is not None and not raw else ():
-        found = _by_token(layer, small)
-        if found is None:
+        by_token = _by_token(layer, small)
+        if by_token is None:
             log.warning(
-                "%s: its attention backend stores K and V in no order that could be told; pages are raw",
+                "%s: its attention backend stores K and V in an unknown order; pages are raw",
                 layer.name,
             )
             break
-        made.append(found)
+        made.append(by_token)
     pages: PageFormat
     if dtype is not None and len(made) == len(layers):
         widths = tuple(((la.heads, la.key_dim), (la.heads, la.value_dim)) for la in layers)
@@ -135,7 +134,7 @@ def find_pages(
 
 
 def _words(cache: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers: every bit pattern is moved as it is."""
+    """The same memory as integers, so that every bit pattern is copied unchanged."""
     return cache.view(_WORDS[cache.element_size()])
 
 
@@ -148,15 +147,15 @@ def _by_token(layer: CacheLayer, tokens: int) -> _Blocks | None:
     logical = np.unravel_index(where, tuple(layer.cache.shape[1:]))
     lies = sum(index * step for index, step in zip(logical, layer.cache.stride()[1:], strict=True))
     parts = np.split(np.asarray(lies), [sizes[0]])
-    found = [strides_of(part.reshape(shape)) for part, shape in zip(parts, shapes, strict=True)]
-    strides = [one for one in found if one is not None]
-    if len(strides) == len(found):
+    both = [strides_of(part.reshape(shape)) for part, shape in zip(parts, shapes, strict=True)]
+    strides = [one for one in both if one is not None]
+    if len(strides) == len(both):
         return _Strided(_words(layer.cache), tokens, layer, strides)
     return _Scattered(_words(layer.cache), tokens, layer, where)
 
 
 def _probe(layer: CacheLayer, shapes: Sequence[tuple[int, ...]], count: int) -> np.ndarray | None:
-    """Where each element of K, then of V, goes within a block (heads, tokens, content); None: not told."""
+    """The place of each element of K, then of V, in a block (heads, tokens, content); None if unknown."""
     cache, tokens = layer.cache, shapes[0][0]
     strides = cache.stride()
     order = sorted(range(1, 4), key=lambda axis: -strides[axis])
@@ -168,8 +167,8 @@ def _probe(layer: CacheLayer, shapes: Sequence[tuple[int, ...]], count: int) -> 
     slots = torch.arange(tokens, 2 * tokens, dtype=torch.int64, device=cache.device)
     planes = []
     for plane in digits(count):
-        given = torch.from_numpy(plane).to(cache.device, cache.dtype)
-        key, value = given[:keys].view(shapes[0]), given[keys:].view(shapes[1])
+        numbers = torch.from_numpy(plane).to(cache.device, cache.dtype)
+        key, value = numbers[:keys].view(shapes[0]), numbers[keys:].view(shapes[1])
         scratch.zero_()
         try:
             layer.fill(key, value, scratch, slots)
@@ -190,21 +189,23 @@ class _Copied:
 
 
 class PagedCache:
-    """Pages made of blocks, and blocks filled from pages; ``scatter`` may be called from any thread."""
+    """Copies blocks to pages and pages to blocks; ``scatter`` may be called from any thread."""
 
     def __init__(
         self, pages: PageFormat, layers: Sequence[_Blocks], parts: int, ratio: int, device: torch.device
     ) -> None:
-        """``parts``: arrays of a page for each layer; ``ratio``: blocks of the kernels in one of vLLM's."""
+        """``parts``: the arrays of a page for each layer; ``ratio``: the number of kernel blocks in one block
+        of vLLM.
+        """
         self.pages = pages
         self._layers, self._parts, self._ratio, self._device = layers, parts, ratio, device
         self._followed: Any = None
-        """The event that ``follow`` recorded last, where there are streams."""
+        """The last event recorded by ``follow``, on a device with streams."""
         self._dtype: Any = pages.dtype.numpy if isinstance(pages, TokenPages) else np.dtype(np.uint8)
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What decides the content of a page, JSON-able."""
+        """Everything that determines the content of a page, JSON-able."""
         if isinstance(self.pages, TokenPages):
             return {"kind": "CausalCache", "dtype": self.pages.dtype.name}
         return {"kind": "vLLM blocks", "layout": self.pages.layout, "layers": [*self.pages.layers]}
@@ -223,7 +224,7 @@ class PagedCache:
         if self._device.type != "cpu":
             event = torch.Event(self._device)
             event.record()
-            self._followed = event  # whole: threads that load look at it
+            self._followed = event  # assigned atomically: loading threads read it
 
     def scatter(self, blocks: Sequence[int | None], arrays: Sequence[np.ndarray]) -> None:
         wanted = [i for i, block in enumerate(blocks) if block is not None]
@@ -238,12 +239,12 @@ class PagedCache:
                 stream.synchronize()
 
     def _ids(self, blocks: Sequence[int]) -> torch.Tensor:
-        """The kernels' blocks that vLLM's blocks are made of."""
+        """The kernel blocks of vLLM's blocks."""
         ids = torch.tensor([*blocks], dtype=torch.int64).reshape(-1, 1) * self._ratio
         return (ids + torch.arange(self._ratio)).reshape(-1).to(self._device)
 
     def _part(self, array: np.ndarray, wanted: Sequence[int], count: int) -> torch.Tensor:
-        """The rows of an array, which has ``count`` blocks of them, that belong to the wanted blocks."""
+        """The rows of an array of ``count`` blocks that belong to the wanted blocks."""
         rows = array.shape[0] // count
         if len(wanted) < count:
             array = np.concatenate([array[i * rows : (i + 1) * rows] for i in wanted])
@@ -252,7 +253,7 @@ class PagedCache:
 
     @contextlib.contextmanager
     def _beside(self) -> Any:
-        """A stream of one's own, behind what ``follow`` saw, or None on a CPU. No pass waits for it."""
+        """A separate stream, ordered after the last ``follow``; None on a CPU. No pass waits for it."""
         if self._device.type == "cpu":
             yield None
             return

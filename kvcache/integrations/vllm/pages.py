@@ -1,4 +1,4 @@
-"""What a page is: K and V by token, as every cache of ours writes them, or blocks as vLLM lays them out."""
+"""The formats of pages: K and V by token, as in our caches, or blocks in vLLM's layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ Widths = tuple[tuple[int, int], tuple[int, int]]
 
 @dataclass(frozen=True)
 class TokenPages:
-    """Serialized snapshots of an attention cache that holds ``layers``; arrays are K and V of each in turn.
+    """Serialized snapshots of an attention cache with ``layers``; the arrays are K and V of each layer in
+    turn.
 
     Each is (tokens, heads, dim) of ``dtype``.
     """
@@ -33,7 +34,7 @@ class TokenPages:
 
     @property
     def nbytes(self) -> int:
-        """Of a page's arrays."""
+        """The size of a page's arrays in bytes."""
         values = sum(heads * dim for layer in self.layers for heads, dim in layer)
         return self.tokens * (values * self.dtype.itemsize + np.dtype(np.int64).itemsize)
 
@@ -55,7 +56,7 @@ class TokenPages:
         return SerializedSnapshot({"snapshot": meta}, {"positions": positions, **named})
 
     def unpack(self, begin: int, page: SerializedSnapshot) -> list[np.ndarray]:
-        """Its arrays, views of the page; SnapshotCorruptError for a page of anything else."""
+        """The page's arrays, as views. Raises SnapshotCorruptError for a page of anything else."""
         span = check_serialized("load", page, complete=True)
         meta = page.meta["snapshot"]
         if span != (begin, begin + self.tokens) or meta["kind"] != "attention" or meta["whole"]:
@@ -72,7 +73,7 @@ class TokenPages:
 
 
 def _by_token(page: SerializedSnapshot, name: str, axes: list[int]) -> np.ndarray:
-    """An array as (tokens, heads, dim), whatever order of axes it was stored in."""
+    """An array as (tokens, heads, dim), for any stored order of axes."""
     return page.arrays[name].transpose([axes.index(axis) for axis in range(3)])
 
 
@@ -80,13 +81,13 @@ def _by_token(page: SerializedSnapshot, name: str, axes: list[int]) -> np.ndarra
 class RawPages:
     """Blocks byte for byte: one array (blocks, bytes of a block) for each layer.
 
-    ``layout`` says what they mean; it is part of the key, and of the page.
+    ``layout`` describes their content; it is part of the key and of the page.
     """
 
     tokens: int
     blocks: int
     layers: tuple[int, ...]
-    """Bytes of a block, by layer."""
+    """The bytes of a block, by layer."""
     layout: str
 
     @property
@@ -103,14 +104,14 @@ class RawPages:
                 f"load: not vLLM's blocks of [{begin}, {begin + self.tokens}), {self.layout}"
             )
         arrays = [page.arrays.get(str(i)) for i in range(len(self.layers))]
-        found = [
+        blocks = [
             array
             for array, nbytes in zip(arrays, self.layers, strict=True)
             if array is not None and array.shape == (self.blocks, nbytes) and array.dtype == np.uint8
         ]
-        if len(found) != len(self.layers) or len(page.arrays) != len(found):
+        if len(blocks) != len(self.layers) or len(page.arrays) != len(blocks):
             raise SnapshotCorruptError(f"load: blocks of other layers than {list(self.layers)}")
-        return found
+        return blocks
 
     def _meta(self, begin: int) -> dict[str, Any]:
         return {"begin": begin, "end": begin + self.tokens, "layout": self.layout}

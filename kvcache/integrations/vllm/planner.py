@@ -1,11 +1,11 @@
-"""The scheduler's side: which pages a request starts from, which are loaded, and which are stored.
+"""The scheduler's side: which pages of a request are reused, loaded and stored.
 
 ::
 
-    match      how many tokens the stores have behind what vLLM has          -> lookups, by threads
-    admitted   blocks were allocated: what is to be loaded into which of them
-    plan       one step: loads of admitted requests, saves of pages that are whole when the step ends
-    heard      what became of them
+    match      how many tokens the stores have beyond those of vLLM          -> lookups, by threads
+    admitted   blocks were allocated: which pages to load into which of them
+    plan       one step: loads of admitted requests, saves of pages that are complete when the step ends
+    heard the workers' results
     finished   the request has ended, or was aborted
 
 Everything here is bookkeeping; ``Step`` carries it to the workers.
@@ -29,28 +29,28 @@ __all__ = ["Planner"]
 log = logging.getLogger("kvcache")
 
 REMEMBERED = 1 << 14
-"""Pages that were stored a while ago, which are not copied out again."""
+"""The number of recently stored pages to remember, which are not copied again."""
 BlockIds = Callable[[str], Sequence[int]]
-"""The blocks of a request now; 0 where vLLM has let one go (a window has passed it)."""
+"""The current blocks of a request; 0 for a block that vLLM has released (outside of a window)."""
 
 
 @dataclass(slots=True)
 class _Tracked:
     request: Request
     keys: RequestKeys | None
-    """None: it is not stored and not looked up."""
+    """None: the request is neither stored nor looked up."""
     done: int = 0
-    """Its pages before this one are stored, or on their way, or somebody else's to store."""
+    """The request's pages before this one are stored, being stored, or stored by another request."""
     computed: int = 0
-    """What vLLM itself had when it was matched."""
+    """The number of tokens that vLLM itself had at the match."""
     sure_at: int = 0
-    """The step from which on what it has counts as computed."""
+    """The step from which on its tokens count as computed."""
     given_up: bool = False
-    """A page of it could not be loaded: it is computed now, whatever the stores say."""
+    """A page could not be loaded, so the request is computed regardless of the stores."""
 
 
 class Planner:
-    """``block_size`` is vLLM's; ``reads`` and ``writes`` say what its role allows."""
+    """``block_size`` is vLLM's; ``reads`` and ``writes`` depend on its role."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Planner:
         self._tracked: dict[str, _Tracked] = {}
         self._loads: dict[str, list[PageLoad]] = {}
         self._writing: dict[str, tuple[str, int]] = {}
-        """By a page's first key the request that writes it, and which of its pages it is."""
+        """By a page's first key, the request that writes it, and the index of the page."""
         self._written: OrderedDict[str, None] = OrderedDict()
         self._step = self._sure_at = 0
         self._said: set[str] = set()
@@ -76,9 +76,9 @@ class Planner:
     # One request.
 
     def match(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """Tokens that can be loaded behind the first ``computed``; whether that goes on between steps.
-
-        None: a store has not answered yet. At least one token of the request is left to compute.
+        """The number of tokens that can be loaded after the first ``computed``, and whether the load is
+        asynchronous. None: a store has not answered yet. At least one token of the request remains to be
+        computed.
         """
         tracked = self._track(request)
         tracked.computed = computed
@@ -89,17 +89,17 @@ class Planner:
             if not tracked.given_up:
                 tracked.done = max(tracked.done, computed // size)
             return 0, False
-        found = self._lookups.pages(request.request_id, tokens, lambda: keys.upto(last * size))
-        if found is None and self._reads:
+        stored = self._lookups.pages(request.request_id, tokens, lambda: keys.upto(last * size))
+        if stored is None and self._reads:
             return None, False
-        tracked.done = found or 0  # a request that reads nothing waits for no store
-        if found is not None and found < last:  # no answer says nothing of what they lack
-            self._forget_written(keys, found, last)
+        tracked.done = stored or 0  # a request that loads nothing waits for no store
+        if stored is not None and stored < last:  # a timeout does not show that pages are missing
+            self._forget_written(keys, stored, last)
         more = tracked.done * size - computed
         return (more, True) if more > 0 and self._reads else (0, False)
 
     def admitted(self, request: Request, blocks: Sequence[int], external: int) -> None:
-        """vLLM has given ``blocks`` to a request, of which ``external`` tokens are to be loaded."""
+        """vLLM has allocated ``blocks`` for a request, of which ``external`` tokens must be loaded."""
         self._lookups.forget(request.request_id)
         if not external:
             return
@@ -115,7 +115,7 @@ class Planner:
         ]
 
     def _targets(self, blocks: Sequence[int], page: int, begin: int, end: int) -> tuple[int | None, ...]:
-        """Where a page's blocks go: those of tokens [begin, end) that vLLM has allocated."""
+        """The destinations of a page's blocks: the allocated ones of tokens [begin, end)."""
         count = self._pages.tokens // self._block_size
         indexes = range(page * count, (page + 1) * count)
         first, stop = begin // self._block_size, end // self._block_size
@@ -127,13 +127,13 @@ class Planner:
         self._loads.pop(request, None)
 
     def reset(self) -> None:
-        """Find nothing again of what was stored so far."""
+        """Make everything stored so far unfindable."""
         self._pages.reset()
         self._written.clear()
         self._writing.clear()
         for request, tracked in self._tracked.items():
             self._lookups.forget(request)
-            tracked.given_up, tracked.keys = True, None  # what it has computed is of both
+            tracked.given_up, tracked.keys = True, None  # its tokens mix both sets of weights
 
     # One step.
 
@@ -144,10 +144,9 @@ class Planner:
         unsure: int = 0,
         admitted: Collection[str] = (),
     ) -> Step:
-        """``scheduled``: requests of this step, and how many of their tokens are computed when it ends.
-
-        For the next ``unsure`` steps, this one included, it is not known yet whether that is so of those that
-        are ``admitted`` in them: what they make whole is stored later, if vLLM still has it as computed.
+        """``scheduled``: the requests of this step, and how many of their tokens are computed when it ends.
+        For requests ``admitted`` in the next ``unsure`` steps, including this one, the number is not certain
+        yet: pages that they complete are stored later, if vLLM still counts them as computed.
         """
         loads, self._loads = self._loads, {}
         self._step += 1
@@ -167,7 +166,7 @@ class Planner:
     def _due(
         self, tracked: _Tracked, named: RequestKeys, computed: int, blocks: BlockIds
     ) -> Iterable[PageSave]:
-        """The pages that are whole by now. Of drafts and tokens still to be sampled nothing is final."""
+        """The pages that are complete by now. Drafts and tokens not yet sampled are not final."""
         request, size = tracked.request, self._pages.tokens
         sure = min(computed, len(request.all_token_ids))
         if not self._save_generated:
@@ -175,18 +174,18 @@ class Planner:
         first, tracked.done = tracked.done, max(tracked.done, sure // size)
         if tracked.done == first:
             return
-        keys, held = named.upto(tracked.done * size), blocks(request.request_id)
+        keys, allocated = named.upto(tracked.done * size), blocks(request.request_id)
         count = size // self._block_size
         for page in range(first, tracked.done):
             own = tuple(keys[rank][page] for rank in range(self._pages.ranks))
-            lie = tuple(held[page * count : (page + 1) * count])
+            lie = tuple(allocated[page * count : (page + 1) * count])
             if own[0] in self._writing or own[0] in self._written or not all(lie):
                 continue
             self._writing[own[0]] = request.request_id, page
             yield PageSave(own, page * size, lie)
 
     def heard(self, report: Report) -> None:
-        """What the workers say of what they were given."""
+        """Process the workers' report."""
         for key in report.postponed:
             request, page = self._writing.pop(key, ("", 0))
             if request in self._tracked:
@@ -200,16 +199,16 @@ class Planner:
             self._written.pop(key, None)
         while len(self._written) > REMEMBERED:
             self._written.popitem(last=False)
-        for name in report.broken & self._tracked.keys():  # what was damaged is written again
+        for name in report.broken & self._tracked.keys():  # damaged pages are written again
             tracked = self._tracked[name]
             tracked.given_up, tracked.done = True, 0
             if tracked.keys is not None:
                 pages = len(tracked.request.all_token_ids) // self._pages.tokens
                 self._forget_written(tracked.keys, 0, pages)
 
-    def _forget_written(self, keys: RequestKeys, found: int, last: int) -> None:
-        """The stores lack pages from ``found`` on: those that they once had are written again."""
-        for key in keys.upto(last * self._pages.tokens)[0][found:]:
+    def _forget_written(self, keys: RequestKeys, first_missing: int, last: int) -> None:
+        """The stores lack pages from ``first_missing`` on: those stored earlier are written again."""
+        for key in keys.upto(last * self._pages.tokens)[0][first_missing:]:
             self._written.pop(key, None)
 
     def _track(self, request: Request) -> _Tracked:
@@ -221,6 +220,6 @@ class Planner:
             except NotSupportedError as error:
                 if str(error) not in self._said:
                     self._said.add(str(error))
-                    log.warning("a request is not stored and not looked up: %s", error)
+                    log.warning("a request is neither stored nor looked up: %s", error)
             tracked = self._tracked[request.request_id] = _Tracked(request, keys)
         return tracked

@@ -1,4 +1,4 @@
-"""To import this module refuses a vLLM that is not there or too old, before anything of it is imported."""
+"""Importing this module refuses a missing or outdated vLLM before anything of vLLM is imported."""
 
 from kvcache.integrations.vllm.versions import check_version, installed_version
 

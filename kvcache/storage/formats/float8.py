@@ -1,8 +1,7 @@
-"""F8_E4M3: floats of 8 bits, 4 of them the exponent's, with an F32 scale for each token and KV head.
-
-The scale is max |x| / 448, which the largest number of the format becomes (0 where that is below 2**-126);
-codes are x / scale, rounded to nearest even. They are of the variant without infinities that OCP's
-specification of 8-bit floats, PyTorch's ``float8_e4m3fn`` and vLLM's ``fp8`` caches mean::
+"""F8_E4M3: 8-bit floats with a 4-bit exponent, and an F32 scale for each token and KV head. The scale is max
+|x| / 448 (0 if that is below 2**-126), where 448 is the largest number of the format; codes are x / scale,
+rounded to nearest even. It is the variant without infinities, as in OCP's specification of 8-bit floats,
+PyTorch's ``float8_e4m3fn`` and vLLM's ``fp8`` caches::
 
     code  sign | exponent e (4) | mantissa m (3)     e > 0: (8 + m) * 2**(e - 10);  e = 0: m * 2**-9
 """
@@ -20,7 +19,7 @@ from kvcache.storage.formats.operations import number, quantized_by, read_by, se
 from ml.block_formats import F8_LARGEST, F8_LEAST_SCALE
 
 _NUMBERS = np.nan_to_num(np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32))
-"""Those of all codes; 0 for NaN, which nothing finite becomes."""
+"""The numbers of all codes; 0 for NaN, which no finite number is encoded as."""
 _EXPONENTS = np.arange(-5, 9)
 
 
@@ -55,7 +54,7 @@ class _F8:
         return ctx.from_numpy(_NUMBERS).rows(ctx, listed).reshape(ctx, *codes.shape).mul(ctx, scale)
 
     def bound(self, x: np.ndarray, activations: ml.DType) -> np.ndarray:
-        """Half a step: 2**-4 of the value, or 2**-10 of the scale where that is larger."""
+        """Half a step: 2**-4 of the value, or 2**-10 of the scale if that is larger."""
         wide = np.abs(x.astype(np.float64))
         scale = wide.max(axis=-1, keepdims=True) / F8_LARGEST
         half = np.maximum(wide * 2.0**-4, scale * 2.0**-10) * (1 + 1e-5)
@@ -68,8 +67,8 @@ F8_E4M3 = _F8()
 def _codes(ctx: ml.Context, y: ml.Tensor) -> ml.Tensor:
     """U8 codes of F32 within +-448.
 
-    With the step of numbers around |y|, ``|y| / step`` rounds to a whole number, 8 to 16 (0 to 8 in the
-    lowest binade); 8 more for each binade below make it the code, also where it has become 16.
+    With the step of numbers around |y|, ``|y| / step`` rounds to an integer from 8 to 16 (0 to 8 in the
+    lowest binade). Adding 8 for each lower binade gives the code, even if it was rounded to 16.
     """
     size = y.abs(ctx)
     reached = size.reshape(ctx, *y.shape, 1).compare(ctx, "ge", ctx.from_numpy(2.0**_EXPONENTS, ml.DType.F32))

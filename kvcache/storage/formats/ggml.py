@@ -7,7 +7,7 @@ Q8_0    round(x / d)                max |x| / 127      32 of I8               34
 Q4_0    trunc(x / d + 8.5), <= 15   max / -8           16 of U8, two in each  18 / 32
 ======  ==========================  =================  =====================  ==============
 
-Codes are made with the exact scale and the scale is then rounded to F16, as GGML does
+Codes are computed with the exact scale, which is then rounded to F16, as in GGML
 (ggml/src/ggml-quants.c, quantize_row_q8_0_ref and quantize_row_q4_0_ref). The low half of a Q4_0 byte
 is value j of the block, the high half value j + 16.
 """
@@ -60,7 +60,9 @@ class _Blocks:
         return self._decode(ctx, stored).mul(ctx, wide).reshape(ctx, *outer, dim)
 
     def bound(self, x: np.ndarray, activations: ml.DType) -> np.ndarray:
-        """And the scale's rounding to F16, which moves a value by up to 2**-11 of the peak."""
+        """The code's error plus the scale's rounding to F16, which changes a value by up to 2**-11 of the
+        peak.
+        """
         blocks = x.reshape(*x.shape[:-1], -1, BLOCK).astype(np.float64)
         peak = np.abs(blocks).max(axis=-1, keepdims=True)
         limit = self._step(peak) * (1 + 1e-5) + peak * 2.0**-11 + 127 * 2.0**-25
@@ -75,7 +77,7 @@ class _Blocks:
         raise NotImplementedError
 
     def _step(self, peak: np.ndarray) -> np.ndarray:
-        """How far a value may lie from its code times the exact scale."""
+        """The largest distance of a value from its code times the exact scale."""
         raise NotImplementedError
 
 
@@ -110,7 +112,7 @@ class _Q4(_Blocks):
         return low.concat(ctx, high, -1).sub(ctx, number(ctx, 8.0))
 
     def _step(self, peak: np.ndarray) -> np.ndarray:
-        """A whole one for the value on the far side of the lopsided range (-8 to 7)."""
+        """A whole step, for values at the short end of the asymmetric range (-8 to 7)."""
         return peak / 8
 
 

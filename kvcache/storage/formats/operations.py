@@ -52,8 +52,8 @@ def inverse(ctx: ml.Context, scale: ml.Tensor) -> ml.Tensor:
     """1 / scale, and 0 where that is not finite, because casting infinity to an integer depends on the
     processor.
     """
-    found = number(ctx, 1.0).div(ctx, scale)
-    return select(ctx, found.abs(ctx).compare(ctx, "lt", number(ctx, math.inf)), found, 0.0)
+    reciprocal = number(ctx, 1.0).div(ctx, scale)
+    return select(ctx, reciprocal.abs(ctx).compare(ctx, "lt", number(ctx, math.inf)), reciprocal, 0.0)
 
 
 def same_sign(ctx: ml.Context, x: ml.Tensor, size: float) -> ml.Tensor:

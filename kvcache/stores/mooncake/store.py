@@ -48,7 +48,7 @@ class MooncakeStore(RemoteStore):
         self._settings = settings = MooncakeOptions.of(url, options)
         self._digests = Digests("MooncakeStore", "mooncake", settings.digest, settings.secret)
         super().__init__(self._settings)
-        self._given = client
+        self._client = client
         self._silent = False
         """Whether the last call had no answer: the next one asks first if anybody listens."""
         self._link: tuple[Client, Staging] | None = None
@@ -116,7 +116,7 @@ class MooncakeStore(RemoteStore):
         if self._link is not None and os.getpid() == self._process:
             client, staging = self._link
             staging.close()
-            if self._given is None:
+            if self._client is None:
                 client.native.close()
             self._link = None
 
@@ -127,7 +127,7 @@ class MooncakeStore(RemoteStore):
         if os.getpid() != self._process:
             raise StoreUnavailableError(f"{op}: opened before a fork; open it again in the child")
         with self._in_flight.running(op):
-            if self._silent and self._given is None and (reason := knock(self._settings)):
+            if self._silent and self._client is None and (reason := knock(self._settings)):
                 raise StoreUnavailableError(f"{op}: {reason}")
             try:
                 yield self._linked()
@@ -139,7 +139,7 @@ class MooncakeStore(RemoteStore):
     def _linked(self) -> tuple[Client, Staging]:
         with self._linking:
             if self._link is None:
-                native = self._given if self._given is not None else connect(self._settings)
+                native = self._client if self._client is not None else connect(self._settings)
                 client = Client(native, self.url, replicated(self._settings))
                 self._link = (
                     client,

@@ -1,4 +1,4 @@
-"""What ``kvcache bench`` says of batches: one pass for many sequences beside a pass for each of them."""
+"""``kvcache bench`` for batches: one pass for many sequences compared with one pass for each of them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvcache.views.step_reads import StepReads
 HEADS, KV_HEADS, DIM = 8, 4, 64
 LAYERS = 2
 _STEPS = 8
-"""After which every sequence is cut back to what it began with."""
+"""The number of steps after which every sequence is cut back to its initial length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Sequences that share their first ``shared`` tokens, and the tokens that each has of its own."""
+    """Sequences that share their first ``shared`` tokens, and the number of its own tokens for each."""
 
     name: str
     shared: int
@@ -56,8 +56,8 @@ def fill(
 class BatchDecoding:
     """Sequences of one cache, each of which decodes a token in a step: put and attend of every layer.
 
-    The tensors of a step are (sequences, heads, head_dim); K and V come as ``dtype`` and are ``stored`` so,
-    or as that says.
+    The tensors of a step are (sequences, heads, head_dim); K and V are put as ``dtype``, and stored as
+    ``stored`` (None: as ``dtype``).
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class BatchDecoding:
     @property
     def reads(self) -> StepReads:
         """What a step reads in each layer."""
-        found = reads_of(self._cache)
-        assert found is not None
-        return found
+        reads = reads_of(self._cache)
+        assert reads is not None
+        return reads
 
     def together(self) -> Contender:
         """All sequences in one pass."""

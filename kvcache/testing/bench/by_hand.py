@@ -1,4 +1,4 @@
-"""What `kvcache bench` compares a backend on the CPU with that has no floor of its own: NumPy, by hand."""
+"""The floor of `kvcache bench` for CPU backends without one of their own: NumPy, written by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcache.testing.bench.timing import Contender
 __all__ = ["EAGER", "FLOORS", "LAYERS", "floors", "peers"]
 
 EAGER = False
-"""A step is timed up to a row in host memory: what kind of framework it is compared with is not known."""
+"""A step is timed until a row is in host memory, since the other framework may be lazy."""
 FLOORS = ("floor (NumPy slices)",)
 LAYERS = 4
 ROOM = 2048
@@ -47,11 +47,11 @@ class Slices:
 
 
 def floors(history: int, new: int, heads: int, dim: int, dtype: str, grow: bool) -> dict[str, Contender]:
-    """By name; ``dtype`` is the name of a float dtype of NumPy or ml_dtypes."""
+    """The floors by name; ``dtype`` is the name of a float dtype of NumPy or ml_dtypes."""
     stored = next(one for one in ml.DType if one.is_float and one.numpy.name == dtype)
     return {FLOORS[0]: Slices(history, new, heads, dim, stored, grow).contender()}
 
 
 def peers(*shape: Any) -> dict[str, Contender]:
-    """None: no other runtime's cache stores what a backend of others holds."""
+    """No peers: no other runtime's cache stores tensors of an arbitrary backend."""
     return {}

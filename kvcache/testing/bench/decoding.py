@@ -1,8 +1,8 @@
-"""What ``kvcache bench`` measures: decoding through a cache, on the backend and machine of whoever runs it.
+"""What ``kvcache bench`` measures: decoding through a cache, on the user's backend and machine.
 
-The floors (writes and views by hand) and the caches of other runtimes are frameworks' own code: they live
-in kvcache/integrations/bench_*.py and are loaded by the backend's name, where there is one and its
-framework is installed; other backends on the CPU are compared with NumPy. A row without a floor says why.
+The floors (hand-written writes and views) and the caches of other runtimes use a framework directly: they are
+in kvcache/integrations/bench_*.py and are loaded by the backend's name if its framework is installed. Other
+CPU backends are compared with NumPy. A row without a floor says why.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvcache.views.words import counted
 
 HEADS, DIM = 8, 128
 LAYERS = 4
-"""The first one prepares a step, the others are timed together."""
+"""The first layer includes the preparation of a step; the others are timed together."""
 ROOM = 2048
 """Cells beyond the history, for steps that append."""
 APART = "ours, a pass for each"
@@ -41,7 +41,7 @@ _NAMES = {ml.DType.F32: "float32", ml.DType.F16: "float16", ml.DType.BF16: "bflo
 class Measured:
     """Microseconds of one contender: median, 10th and 90th percentile, and the ratio to the floor.
 
-    Of batches, a pass for each sequence has the ratio to one pass for all.
+    For batches, the ratio of one pass per sequence is to one pass for all.
     """
 
     measurement: str
@@ -62,7 +62,9 @@ class Measured:
 
 
 def shown(row: Measured) -> str:
-    """Microseconds per layer, and times the floor; of a batch, a second line says what it reads."""
+    """Microseconds per layer, and the multiple of the floor; for a batch, a second line says what it
+    reads.
+    """
     times = f"{row.median:12,.1f} us [{row.low:,.1f}, {row.high:,.1f}]"
     what = "one pass" if row.contender == APART else "floor"
     ratio = f"  ({row.no_floor})" if row.ratio is None else f"  {row.ratio:,.2f} x {what}"
@@ -72,17 +74,17 @@ def shown(row: Measured) -> str:
     calls = counted(reads.calls, "call")
     return (
         f"{first}\n{'':32} reads {reads.cells:,} cells in {calls}: {reads.shared:,} once for several "
-        f"sequences ({reads.saved:,} saved), {reads.gathered:,} gathered, {reads.padding:,} of padding"
+        f"sequences ({reads.saved:,} saved), {reads.gathered:,} gathered, {reads.padding:,} padding"
     )
 
 
 class Decoding:
     """One sequence after ``history`` tokens; a step puts ``new`` tokens into every layer and gets them all.
 
-    ``start_forward`` and the first layer are the preparation: what a pass works out once is timed apart.
-    ``grow``: steps append; else each one's tokens are removed again. ``window``: positions that a query
-    sees, itself included; 0: all. ``capacity`` 0: the history, and room for the steps of a trial. K and V
-    come as ``dtype`` and are ``stored`` so, or as that says.
+    ``start_forward`` and the first layer are the preparation, so that work done once per pass is not timed.
+    ``grow``: steps append; otherwise each step's tokens are removed again. ``window``: the number of
+    positions that a query sees, including its own; 0: all. ``capacity`` 0: the history, and room for the
+    steps of a trial. K and V are put as ``dtype``, and stored as ``stored`` (None: as ``dtype``).
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class Decoding:
         capacity = capacity or history + (ROOM if grow else new)
         self.cache = SlidingWindowCache(window - 1) if window else CausalCache()
         self.cache.init(backend, stored or dtype, 1, capacity, max(new, min(history, 512)))
-        # Head-major, as models hand it over after their rotation.
+        # Head-major, as models pass it after rotary embedding.
         self.token = self.ctx.full((HEADS, new, DIM), 1, dtype).permute(self.ctx, 1, 0, 2)
         fill(self.cache, self.ctx, self.ctx.full((512, HEADS, DIM), 0.5, dtype), layers, 0, history)
 
@@ -115,12 +117,12 @@ class Decoding:
         self.layer(0)
 
     def step(self) -> Any:
-        """Native K and V of all layers but the first."""
-        found = []
+        """Put the tokens; returns native K and V of all layers but the first."""
+        natives = []
         for i in range(1, self.layers):
             key, value = self.layer(i)
-            found.append((key.native, value.native))
-        return found
+            natives.append((key.native, value.native))
+        return natives
 
     def layer(self, i: int) -> tuple[ml.Tensor, ml.Tensor]:
         cache, ctx, token = self.cache, self.ctx, self.token
@@ -140,7 +142,7 @@ class Decoding:
 
 
 class _Evaluated(Decoding):
-    """A step of all layers up to a row in host memory: for backends that work lazily or on a device."""
+    """A step of all layers until a row is in host memory, for lazy backends and devices."""
 
     def prepare(self) -> None:
         self.start()
@@ -162,12 +164,11 @@ def measure(
     stored: CacheDType | None = None,
     cases: Sequence[Case] = CASES,
 ) -> Iterator[Measured]:
-    """Put and get after each of ``lengths``, of a chunk of 512 after ``prompted``, start_forward, batches.
+    """Measure put and get after each of ``lengths`` and of a chunk of 512 after ``prompted``, start_forward,
+    and batches. ``peers``: also measure the installed caches of other runtimes. These store ``dtype``; this
+    library's caches store ``stored`` (None: ``dtype``).
 
-    ``peers``: beside the caches of other runtimes, where they are installed. What is not ours is stored as
-    ``dtype``, ours as ``stored`` (None: so too).
-
-    Takes the buffers of four layers at a time: 64 KiB per token of history for each contender, in F32.
+    Each contender allocates four layers: 64 KiB per token of history in F32.
     """
     hand = _by_hand(backend)
     for history in lengths or (_LENGTHS[:3:2] if quick else _LENGTHS):
@@ -181,7 +182,7 @@ def measure(
 
 
 def _by_hand(backend: ml.Backend) -> Any:
-    """The module of floors and peers for this backend, or NumPy's; None on other devices than the CPU."""
+    """The module of floors and peers for this backend, or NumPy's; None if the device is not a CPU."""
     name = f"kvcache.integrations.bench_{backend.name}"
     if backend.devices[0].kind != "cpu":
         return None
@@ -223,14 +224,16 @@ def _steps(
 
 
 def _no_floor(hand: Any, dtype: ml.DType) -> str:
-    """Why nothing is written by hand to compare with."""
-    return "no floor: it is written for the CPU" if hand is None else f"no floor: it is not for {dtype.name}"
+    """Why there is no hand-written floor."""
+    return "no floor: only on a CPU" if hand is None else f"no floor: not available for {dtype.name}"
 
 
 def _row(
     name: str, key: str, trial: Trial, layers: int, no_floor: str = "", reads: StepReads | None = None
 ) -> Measured:
-    """A contender's times per layer, and beside the floor's, unless ``no_floor`` says why not."""
+    """A contender's times per layer, and their ratio to the floor unless ``no_floor`` says why there is
+    none.
+    """
     sample = trial.sample(key)
     times = (sample.median / layers, sample.low / layers, sample.high / layers)
     ratio = None if no_floor else sample.ratio
@@ -238,7 +241,9 @@ def _row(
 
 
 def _start_forward(backend: ml.Backend, dtype: ml.DType, history: int) -> Measured:
-    """``start_forward`` alone, of one token after ``history``; without a ``put`` nothing is allocated."""
+    """Measure only ``start_forward`` of one token after ``history``; without a ``put`` nothing is
+    allocated.
+    """
     cache = CausalCache()
     rounds = 200
     cache.init(backend, dtype, 1, history + rounds, history)
@@ -261,7 +266,7 @@ def _start_forward(backend: ml.Backend, dtype: ml.DType, history: int) -> Measur
 def _batch(
     backend: ml.Backend, case: Case, dtype: ml.DType, quick: bool, stored: CacheDType | None
 ) -> Iterator[Measured]:
-    """One pass for all sequences of a case, and a pass for each of them."""
+    """Measure one pass for all sequences of a case, and one pass for each of them."""
     together, apart = (BatchDecoding(backend, case, dtype, stored) for _ in range(2))
     contenders = {"ours": together.together(), APART: apart.one_by_one()}
     rounds, seconds = (10, 2) if quick else (50, 10)

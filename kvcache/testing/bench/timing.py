@@ -1,7 +1,6 @@
-"""Timing of short calls beside one another, on a machine that others use too.
-
-Every round runs each contender once, so that what else happens on the machine hits all alike, and the
-order turns by one each round. A round in which the process was taken off its core is dropped and counted.
+"""Interleaved timing of short calls on a shared machine. Every round runs each contender once, so that other
+load affects all of them equally, and the order rotates by one each round. A round in which the process was
+preempted is dropped and counted.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _MOST_TRIES = 4
-"""Rounds that are run at most, as a multiple of those that are wanted."""
+"""The largest number of rounds, as a multiple of the requested number."""
 _SHORT = 10e-3
-"""Seconds; a longer round is interrupted now and then on any machine."""
+"""Seconds; a longer round may be preempted on any machine."""
 _TOLERATED = 0.1
 _FEWEST = 5
-"""Rounds that are kept at least: the least disturbed ones, on a machine that is never quiet."""
+"""The smallest number of rounds kept; on a busy machine, the least disturbed ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """What is timed, and what has to happen before and after each call without being timed."""
+    """The timed call, and untimed calls before and after it."""
 
     call: Callable[[], object]
     prepare: Callable[[], object] = lambda: None
@@ -34,7 +33,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Microseconds per call: median, 10th and 90th percentile; ``ratio``: the median of the rounds' own."""
+    """Microseconds per call: median, 10th and 90th percentile; ``ratio``: the median ratio per round."""
 
     median: float
     low: float
@@ -52,7 +51,7 @@ class Trial:
     times: dict[str, list[float]]
     dropped: int = 0
     floor: str = ""
-    """The contender that ratios refer to: the faster one, where several are floors."""
+    """The contender that ratios refer to; the fastest if there are several floors."""
 
     def sample(self, name: str) -> Sample:
         values = self.times[name]
@@ -66,17 +65,14 @@ class Trial:
 
 @dataclass(slots=True)
 class Round:
-    """Notices whether the process was taken off its core since it was made."""
+    """Detects whether the process was preempted since the round began."""
 
     wall: float = field(default_factory=time.perf_counter)
     processor: float = field(default_factory=time.process_time)
     switches: int = field(default_factory=lambda: _switches())
 
     def lost(self) -> float:
-        """The share of the time that was neither spent computing nor, as far as is known, our own.
-
-        1 where a short round was interrupted: a few microseconds are then not worth keeping.
-        """
+        """The share of the wall time in which the process did not run. 1 if a short round was preempted."""
         wall, used = time.perf_counter() - self.wall, time.process_time() - self.processor
         if wall < _SHORT and _switches() > self.switches:
             return 1.0
@@ -87,7 +83,7 @@ class Round:
 
 
 def _switches() -> int:
-    """How often the system gave this process's core to another, so far; 0 where it does not tell."""
+    """The number of involuntary context switches so far; 0 if the system does not report it."""
     try:
         import resource
     except ImportError:
@@ -106,8 +102,8 @@ def interleave(
     """Time each contender once a round; the first one is the floor unless ``floors`` names others.
 
     Stops after ``rounds`` undisturbed rounds, four times as many in all, or ``seconds``, whichever is
-    first. ``own_threads`` False: the work is done elsewhere (a device, a thread that is waited for), so
-    that only interruptions tell of a disturbance.
+    first. ``own_threads`` False: the work runs elsewhere (on a device, in another thread), so only context
+    switches indicate a disturbance.
     """
     order = list(contenders.items())
     runs: list[tuple[float, dict[str, float]]] = []
@@ -115,35 +111,34 @@ def interleave(
     for i in range(warmup + _MOST_TRIES * rounds):
         turn = i % len(order)
         watch = Round()
-        found: dict[str, float] = {}
+        times_of_round: dict[str, float] = {}
         for name, contender in order[turn:] + order[:turn]:
             contender.prepare()
             start = time.perf_counter()
             contender.call()
-            found[name] = (time.perf_counter() - start) * 1e6
+            times_of_round[name] = (time.perf_counter() - start) * 1e6
             contender.finish()
         lost = watch.lost()
         if i < warmup:
             continue
         if not own_threads and lost < 1.0:
             lost = 0.0
-        runs.append((lost, found))
+        runs.append((lost, times_of_round))
         undisturbed += lost <= _TOLERATED
         if undisturbed >= rounds or time.perf_counter() - began > seconds:
             break
-    kept = [found for lost, found in runs if lost <= _TOLERATED]
+    kept = [times_of_round for lost, times_of_round in runs if lost <= _TOLERATED]
     if len(kept) < _FEWEST:
-        kept = [found for _, found in sorted(runs, key=lambda run: run[0])[:_FEWEST]]
-    times = {name: [found[name] for found in kept] for name in contenders}
+        kept = [times_of_round for _, times_of_round in sorted(runs, key=lambda run: run[0])[:_FEWEST]]
+    times = {name: [times_of_round[name] for times_of_round in kept] for name in contenders}
     candidates = list(floors) or [order[0][0]]
     floor = min(candidates, key=lambda name: statistics.median(times[name]))
     return Trial(times, len(runs) - len(kept), floor)
 
 
 def joined(trials: Sequence[Trial], floors: Sequence[str]) -> Trial:
-    """Trials of the same contenders as one; the floor is the faster one of ``floors`` over all of them.
-
-    For what depends on where in memory buffers lie: each trial with buffers of its own is one draw.
+    """Trials of the same contenders as one; the floor is the fastest of ``floors`` over all of them. If times
+    depend on the addresses of buffers, each trial with new buffers is one draw.
     """
     names = trials[0].times
     times = {name: [value for trial in trials for value in trial.times[name]] for name in names}
@@ -153,14 +148,14 @@ def joined(trials: Sequence[Trial], floors: Sequence[str]) -> Trial:
 
 @dataclass(slots=True)
 class Foreign:
-    """How much of the machine others used since this was made (Linux; None elsewhere)."""
+    """The other processes' use of the machine since creation (Linux; None elsewhere)."""
 
     wall: float = field(default_factory=time.perf_counter)
     own: float = field(default_factory=time.process_time)
     busy: float | None = field(default_factory=lambda: processor_seconds())
 
     def cores(self) -> float | None:
-        """Cores that other processes kept busy, on average."""
+        """The average number of cores that other processes kept busy."""
         now = processor_seconds()
         if now is None or self.busy is None:
             return None
@@ -169,7 +164,7 @@ class Foreign:
 
 
 def processor_seconds() -> float | None:
-    """Seconds that all cores together have been busy."""
+    """The busy time of all cores, in seconds."""
     try:
         first = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
         idle = int(first[4]) + int(first[5])

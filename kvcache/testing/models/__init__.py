@@ -1,1 +1,1 @@
-"""What caches hold, answer and refuse, as plain dicts and lists that share no code with them."""
+"""Models of the caches as plain dicts and lists, which share no code with them."""

@@ -1,8 +1,8 @@
 """The specification of the attention caches as a plain dict: (sequence, position) -> token.
 
-Written from the contract, and sharing no code with the caches. One token is one cell, however many
-sequences hold it; a token that a snapshot brings back into other cells counts as another one, with the
-same content. What is refused raises the error that the cache has to raise, changing nothing.
+Written from the contract; it shares no code with the caches. A token is one cell, however many sequences
+share it; a token restored into other cells counts as a new one with the same content. A refused call raises
+the error that the cache must raise, and changes nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ml import DType
 
 Held = list[dict[int, int]]
 _AGAIN = 1 << 20
-"""What a token's number grows by when it lies in further cells."""
+"""Added to a token's number for each further copy in other cells."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How a cache is made. At most one of ``window`` and ``chunk`` is given."""
+    """The parameters of a cache. At most one of ``window`` and ``chunk`` is given."""
 
     window: int | None = None
     memory: int | None = None
@@ -34,7 +34,7 @@ class Setup:
     max_batch: int = 8
     dtype: kvcache.CacheDType = DType.F32
     activations: DType = DType.F32
-    """What is put, and what a quantized cache computes in."""
+    """The dtype of the tensors put, in which a quantized cache computes."""
     config: ml.CacheConfig = field(default_factory=ml.CacheConfig)
     layers: int = 1
     can_shift: bool = True
@@ -43,10 +43,10 @@ class Setup:
     extra: bool = False
     """Whether layers store more than K and V."""
     keep: int = 0
-    """Beside a window."""
+    """The first positions that a window keeps."""
 
     def make(self, backend: ml.Backend) -> kvcache.CausalCache:
-        """A cache like that, bound to ``backend``."""
+        """A cache with these parameters, bound to ``backend``."""
         skip_undeclared(backend, self.dtype)
         cache = self.unbound()
         cache.set_config(self.config)
@@ -66,22 +66,22 @@ class Setup:
 
     @property
     def rows(self) -> Encoding:
-        """How tokens are written so that its dtype holds them exactly."""
+        """An encoding of tokens that the cache's dtype represents exactly."""
         return encoding(self.dtype, self.latent)
 
     @property
     def computed(self) -> DType:
-        """The dtype of what ``get`` gives."""
+        """The dtype that ``get`` returns."""
         return CacheFormat.of(self.dtype).plain or self.activations
 
     @property
     def kept(self) -> int | None:
-        """How many past positions stay stored; None: all of them."""
+        """The number of past positions that stay stored; None: all."""
         return None if self.window is None or self.keep + self.reach >= self.capacity else self.reach
 
     @property
     def reach(self) -> int:
-        """How many past positions a window's sequence can need; 0 without a window."""
+        """The number of past positions that a sequence with a window may need; 0 without a window."""
         if self.window is None:
             return 0
         memory = self.window if self.memory is None else self.memory
@@ -100,13 +100,13 @@ class Setup:
 
 @dataclass(frozen=True)
 class Copy:
-    """What a snapshot is of: position -> token within ``[begin, end)``."""
+    """The content of a snapshot: position -> token within ``[begin, end)``."""
 
     begin: int
     end: int
     tokens: dict[int, int]
     of: tuple[int, int] | None = None
-    """The window that it was taken of, and its ``keep``; None: none."""
+    """The window of its cache, and ``keep``; None without a window."""
 
     @property
     def whole(self) -> bool:
@@ -114,16 +114,16 @@ class Copy:
 
 
 class Model:
-    """What a cache made by ``setup`` holds, answers and refuses."""
+    """The content, results and refusals of a cache with these parameters."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.tokens: Held = [{} for _ in range(setup.max_sequences)]
         self.lost: set[int] = set()
-        """Sequences that a device failure took; tests that make one say so."""
+        """Sequences lost by a device failure; tests that cause one set it."""
         self.again = 0
 
-    # Figures.
+    # Queries.
 
     def held(self) -> dict[int, int]:
         return _held(self.tokens)
@@ -150,7 +150,7 @@ class Model:
         return position <= keep or max(lowest, keep) >= slid
 
     def visible(self, seq: int, position: int, lifted: bool = False) -> dict[int, int]:
-        """position -> token of what a query attends to."""
+        """position -> token for everything that a query attends to."""
         lowest = 0
         if self.setup.window is not None:
             lowest = position - self.setup.window
@@ -176,7 +176,7 @@ class Model:
             self.tokens[seq][position] = token
 
     def read(self, positions: Sequence[int], sequences: Sequence[int]) -> None:
-        """What a pass that only reads refuses."""
+        """Check a read-only pass."""
         self._check(positions, sequences, read_only=True)
 
     def _check(self, positions: Sequence[int], sequences: Sequence[int], read_only: bool = False) -> None:
@@ -250,11 +250,13 @@ class Model:
         before = {p: token for p, token in row.items() if p < end}
         if end and not self._resumes(before, end):
             raise kvcache.NotSupportedError(f"{seq} at {end}")
-        held = {p: token for p, token in before.items() if self._is_held(p, end)}
-        return Copy(0, end, held, (self.setup.window, self.setup.keep))
+        kept = {p: token for p, token in before.items() if self._is_held(p, end)}
+        return Copy(0, end, kept, (self.setup.window, self.setup.keep))
 
     def restore(self, seq: int, copy: Copy, target: int | None, shared: bool) -> bool:
-        """``shared``: it still lies in the cache, so that its very cells are taken."""
+        """Restore a snapshot; returns whether it was possible. ``shared``: it is still in the cache, so its
+        cells are reused.
+        """
         end = copy.end if target is None else target
         row = self.tokens[seq]
         content = {p: token for p, token in copy.tokens.items() if p < end}
@@ -270,10 +272,10 @@ class Model:
             content = {p: token for p, token in content.items() if self._is_held(p, end)}
         left = {p: token for p, token in row.items() if p < copy.begin}
         if not shared:
-            held = [*self.tokens[:seq], left, *self.tokens[seq + 1 :]]
-            free = self.setup.cells - len(_used(held))
+            remaining = [*self.tokens[:seq], left, *self.tokens[seq + 1 :]]
+            free = self.setup.cells - len(_used(remaining))
             if len(content) > free:
-                raise kvcache.CacheFullError(len(content), free, _held(held))
+                raise kvcache.CacheFullError(len(content), free, _held(remaining))
             self.again += 1
             content = {p: token % _AGAIN + self.again * _AGAIN for p, token in content.items()}
         self.tokens[seq] = left | content
@@ -281,11 +283,11 @@ class Model:
         return True
 
     def _is_held(self, position: int, end: int) -> bool:
-        """Whether a snapshot at ``end`` has what is stored at ``position``."""
+        """Whether a snapshot at ``end`` contains ``position``, if stored."""
         return position >= end - max(self.setup.reach, 1) or position < self.setup.keep
 
     def _finds(self, content: dict[int, int], end: int, of: tuple[int, int] | None) -> bool:
-        """Whether a token at ``end`` finds all that it sees, but for what was evicted on purpose."""
+        """Whether everything that a token at ``end`` sees is stored, except what was evicted explicitly."""
         window, keep = self.setup.window, self.setup.keep
         assert window is not None
         if of == (window, keep):

@@ -1,4 +1,4 @@
-"""What a backend declares absent, of what caches store."""
+"""Skips tests of dtypes that a backend declares absent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvcache.storage.formats import CacheFormat
 
 
 def skip_undeclared(backend: ml.Backend, *stored: kvcache.CacheDType) -> None:
-    """Skip where one of these is stored in a dtype that is declared absent; a wrapper's is what it wraps."""
+    """Skip the test if one of these formats is stored in a dtype declared absent."""
     features = getattr(getattr(backend, "_inner", backend), "features", None) or ml.Features()
     for one in map(CacheFormat.of, stored):
         for dtype in ml.DType:

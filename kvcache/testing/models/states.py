@@ -1,8 +1,8 @@
 """The specification of the recurrent cache as plain lists.
 
-A sequence is the list of its tokens, and its state the list of tokens that the state has seen: the
-same, but for a context shift, after which the state remembers what the attention layers forgot. The
-number stored for a state is computed from that list, small enough for every dtype to hold exactly.
+A sequence is the list of its tokens; its state is the list of tokens that the state has seen. The two differ
+after a context shift, since the state still includes tokens that the attention layers dropped. The stored
+numbers are computed from that list and small enough to be exact in every dtype.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ RECURRENT_LAYERS, ATTENTION_LAYER = (0, 2), 1
 TWO: dict[int | None, dict[str, kvcache.StateSpec]] = {
     None: {"conv": kvcache.StateSpec(CONV), "recurrent": kvcache.StateSpec(DELTA, DType.F32)},
 }
-"""What RecurrentCache(CONV, DELTA) declares."""
+"""The states of RecurrentCache(CONV, DELTA)."""
 MANY: dict[int | None, dict[str, kvcache.StateSpec]] = {
     0: {"conv": kvcache.StateSpec((2, 3)), "ssm": kvcache.StateSpec((2, 2, 2), DType.F32)},
     1: {"k": kvcache.StateSpec((3,)), "count": kvcache.StateSpec((1, 2), DType.I32)},
     2: {"conv": kvcache.StateSpec((5,), DType.F16)},
 }
-"""Of the layer with attention too, and others in each layer."""
+"""Different states in each layer, including the attention layer."""
 
 Token = tuple[int, int]
-"""(cell, id): a restored token lies in another cell than the one it was copied from."""
+"""(cell, id): a restored token is in a different cell from the original."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class StateSetup:
     can_shift: bool = True
     config: ml.CacheConfig = field(default_factory=ml.CacheConfig)
     states: str = "two"
-    """"two", the same in all layers, or MANY, "declared" or "found"."""
+    """``two``: TWO; ``declared`` or ``found``: MANY, declared in advance or set by the first pass."""
     delivers: bool = False
 
     def make(self, backend: ml.Backend) -> kvcache.RecurrentCache:
@@ -86,14 +86,14 @@ class ModelRow:
     seen: tuple[int, ...] = ()
     points: dict[int, tuple[int, ...]] = field(default_factory=dict)
     inside: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """What the states that were delivered inside the last pass have seen."""
+    """By position, the tokens seen by the states delivered inside the last pass."""
 
     @property
     def kept(self) -> dict[int, tuple[int, ...]]:
         return self.points | self.inside
 
     def reach(self, position: int) -> int:
-        """Where going back to ``position`` ends."""
+        """The position that is reached when going back to ``position``."""
         if len(self.tokens) <= position:
             return len(self.tokens)
         return max((point for point in self.kept if point <= position), default=0)
@@ -107,7 +107,7 @@ class ModelRow:
 
 @dataclass(frozen=True)
 class Copy:
-    """What a snapshot is of."""
+    """The content of a snapshot."""
 
     begin: int
     tokens: tuple[Token, ...]
@@ -149,7 +149,7 @@ class StateModel:
             row.seen, row.inside = (*row.seen, *mine), {}
 
     def keep(self, row: ModelRow) -> None:
-        """Take a checkpoint; the oldest goes where there are too many."""
+        """Take a checkpoint; drop the oldest if there are too many."""
         row.points = {**row.points, len(row.tokens): row.seen}
         latest = sorted(row.points)[-self.setup.checkpoints :] if self.setup.checkpoints else []
         row.points = {point: row.points[point] for point in latest}
@@ -188,7 +188,9 @@ class StateModel:
         return Copy(begin, tuple(row.tokens[begin:end]), row.cut(end).seen)
 
     def restore(self, seq: int, copy: Copy, target: int | None, shared: bool) -> bool:
-        """``shared``: the copy still lies in the cache, so that its very cells are taken."""
+        """Restore a snapshot; returns whether it was possible. ``shared``: it is still in the cache, so its
+        cells are reused.
+        """
         row = self.rows[seq]
         if target not in (None, copy.end) or len(row.tokens) < copy.begin:
             return False
@@ -208,7 +210,7 @@ class StateModel:
 def state_values(
     seen: Sequence[int], kind: str, layer: int, shape: tuple[int, ...] | None = None
 ) -> np.ndarray:
-    """What the state of a layer is after these tokens: zero at first, else below 128."""
+    """The state of a layer after these tokens: zero initially, then numbers below 128."""
     code, shape = 0, shape or KINDS[kind]
     for token in seen:
         code = (5 * code + token + 3 * layer + len(kind)) % 97 + 1

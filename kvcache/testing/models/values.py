@@ -1,13 +1,12 @@
-"""What tests store: keys and values that say which token they are, at which position, in which layer.
-
-A row read back from a cache is decoded and then compared bit by bit with what was put. Numbers are
-written in digits that the dtype holds exactly::
+"""The data that tests store: keys and values that encode their token, position and layer. A row read back
+from a cache is decoded, then compared bit by bit with the row put. Numbers are written in digits that the
+dtype represents exactly::
 
     key     id, position, tag = 8 * layer + head, 3 of noise
     value   id, 64 + tag, 2 of noise
 
-F32, F16 and BF16 hold two digits to the base 128 and multiples of 1/16. A block of codes holds small integers
-exactly where it begins with the format's own numbers (``BLOCKS``); rows differ in their scale.
+F32, F16 and BF16 represent two digits in base 128 and multiples of 1/16. A block of codes represents small
+integers exactly if it begins with the format's extreme numbers (``BLOCKS``); rows differ in their scale.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Ints = Sequence[int] | np.ndarray
 
 @dataclass(frozen=True)
 class Encoding:
-    """How ids and positions are written for one kind of dtype."""
+    """The encoding of ids and positions for one kind of dtype."""
 
     key_dim: int
     value_dim: int
@@ -40,7 +39,7 @@ class Encoding:
     digits: int
     tags: int
     key_head: tuple[int, ...] = ()
-    """What a row begins with, in steps of the row's scale."""
+    """The first numbers of a row, in units of its scale."""
     value_head: tuple[int, ...] = ()
     is_latent: bool = False
     """Whether a value is the first ``value_dim`` numbers of its key."""
@@ -97,7 +96,7 @@ class Encoding:
         return self._join(digits[:, :count]), self._join(digits[:, count:])
 
     def _whole(self, key: np.ndarray) -> np.ndarray:
-        """In steps of each row's scale; of rows that were never written, something."""
+        """The rows in units of their scales; arbitrary for rows that were never written."""
         if not self.key_head:
             return key
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -105,16 +104,18 @@ class Encoding:
 
     @property
     def content(self) -> int:
-        """Where the numbers begin of a value that attention may mix."""
+        """The index of the first number of a value that attention may average."""
         return self._tag + self.tags if self.is_latent else len(self.value_head) + self.digits + self.tags
 
     @property
     def _tag(self) -> int:
-        """Where a key's tag begins."""
+        """The index of a key's tag."""
         return len(self.key_head) + 2 * self.digits
 
     def queries(self, seed: int, tokens: int) -> np.ndarray:
-        """Float32 (tokens, HEADS, key_dim) that look at the noise only: a soft, decided attention."""
+        """Float32 (tokens, HEADS, key_dim), nonzero only for the noise: attention that is neither uniform nor
+        one-hot.
+        """
         result = np.zeros((tokens, HEADS, self.key_dim), np.float32)
         first = self._tag + self.tags
         result[:, :, first : first + 3] = (
@@ -123,7 +124,7 @@ class Encoding:
         return result
 
     def shift_positions(self, ctx: ml.Context, layer: int, key: ml.Tensor, offsets: ml.Tensor) -> ml.Tensor:
-        """A shift function that needs no compute: it rewrites the position that a key carries."""
+        """A shift function without compute: it rewrites the position encoded in a key."""
         assert offsets.dtype is DType.I32
         assert offsets.shape == (key.shape[0],)
         assert key.shape[1:] == (KV_HEADS, self.key_dim)
@@ -144,18 +145,18 @@ BLOCKS: dict[str, tuple[tuple[int, ...], int]] = {
     "Q8_0": ((127,), 32), "Q4_0": ((-8,), 32), "F8_E4M3": ((448,), 1),
     **{name: ((-(2**bits) // 2, 2**bits // 2 - 1), group) for name, (bits, group) in AFFINE.items()},
 }  # fmt: skip
-"""By the name of a format what a block begins with for a scale of 1, and how large blocks are."""
+"""By name of a format: the first numbers of a block with scale 1, and the block size."""
 
 
 def encoding(dtype: kvcache.CacheDType, latent: bool = False) -> Encoding:
-    """That of a cache's dtype; ``latent``: all but a key's last number is its value."""
+    """The encoding for a cache's dtype; ``latent``: the value is its key without the last number."""
     stored = CacheFormat.of(dtype)
     if stored.plain is not None:
-        found = _FLOATS
+        plain = _FLOATS
     else:
         (key, wide), (value, other) = (BLOCKS.get(one.name, ((), 1)) for one in (stored.key, stored.value))
-        found = Encoding(max(64, wide), max(32, other), 8, 5, 3, key, value)
-    return replace(found, value_dim=found.key_dim - 1, is_latent=True) if latent else found
+        plain = Encoding(max(64, wide), max(32, other), 8, 5, 3, key, value)
+    return replace(plain, value_dim=plain.key_dim - 1, is_latent=True) if latent else plain
 
 
 PLACE, NOISE = "place", "noise"
@@ -163,13 +164,13 @@ PLACE, NOISE = "place", "noise"
 
 
 def extras(ids: Ints, positions: Ints, layer: int = 0) -> dict[str, np.ndarray]:
-    """What is stored beside K and V: I32 (tokens, 3) of id, position and layer; F32 (tokens, 2, 3)."""
+    """The extras stored besides K and V: I32 (tokens, 3) of id, position and layer; F32 (tokens, 2, 3)."""
     place = np.stack(np.broadcast_arrays(np.asarray(ids), np.asarray(positions), layer), axis=1)
     return {PLACE: place.astype(np.int32), NOISE: _NOISE[np.asarray(ids) % 997, :, :3] + layer}
 
 
 def shift_extras(ctx: ml.Context, layer: int, name: str, extra: ml.Tensor, offsets: ml.Tensor) -> ml.Tensor:
-    """Rewrites the position in those that carry one."""
+    """A shift function for extras: it rewrites the encoded position, if any."""
     if name == NOISE:
         return extra
     host = extra.to_numpy().copy()

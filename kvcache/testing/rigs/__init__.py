@@ -1,1 +1,1 @@
-"""Caches beside their models, driven together: every call is checked against what the model says."""
+"""Caches and their models, driven together: every call is checked against the model."""

@@ -1,4 +1,4 @@
-"""A cache and its model, driven together: every call is checked against what the model says."""
+"""A cache and its model, driven together: every call is checked against the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOLERANCE = {DType.F32: 1e-5, DType.F16: 2e-2, DType.BF16: 1.2e-1}
 
 
 def outcome(call: Callable[[], object]) -> ml.MLError | None:
-    """The refusal that a call raises, or None."""
+    """The error that a call raises, or None."""
     try:
         call()
     except ml.MLError as error:
@@ -26,9 +26,9 @@ def outcome(call: Callable[[], object]) -> ml.MLError | None:
 
 
 def mask_of(mask: object, tokens: int, history: int, config: ml.CacheConfig) -> np.ndarray:
-    """The mask as BOOL (tokens, history), after checking its form; an elided one is spelt out."""
+    """The mask as BOOL (tokens, history), after checking its form; an elided one is written out."""
     if mask is None or mask is ml.CAUSAL:
-        assert config.elide_mask, "a mask may be elided only where the config says so"
+        assert config.elide_mask, "a mask may be elided only if the config allows it"
         if mask is None:
             return np.ones((tokens, history), dtype=bool)
         assert history >= tokens
@@ -38,7 +38,7 @@ def mask_of(mask: object, tokens: int, history: int, config: ml.CacheConfig) -> 
     padding = config.mask_batch_padding
     assert mask.shape == ((tokens + padding - 1) // padding * padding, history)
     host = mask.to_numpy().astype(np.float32)
-    assert ((host == 0) | (host == -np.inf)).all(), "a mask holds 0 and -inf only"
+    assert ((host == 0) | (host == -np.inf)).all(), "a mask contains 0 and -inf only"
     assert (host[tokens:] == -np.inf).all(), "rows of padding see nothing"
     return np.asarray(host[:tokens] == 0)
 
@@ -51,10 +51,10 @@ def look(
     rows: values.Encoding | None = None,
     extra: bool = False,
 ) -> list[dict[int, int]]:
-    """What each query of the pass sees in a layer: position -> token.
+    """position -> token for what each query of the pass sees in a layer.
 
-    Checks shapes and dtypes, and that every row seen is, bit by bit, the token it says it is; with ``extra``
-    those of ``get_extra`` too.
+    Checks shapes and dtypes, and every visible row bit by bit; with ``extra`` also the results of
+    ``get_extra``.
     """
     cache.set_layer(layer)
     key, value, mask = cache.get(ctx)
@@ -78,13 +78,13 @@ def look(
         for name, expected in values.extras(ids[some], positions[some], layer).items():
             _same(cache.get_extra(ctx, name).to_numpy()[some], expected)
     pairs = [(positions[row].tolist(), ids[row].tolist()) for row in seen]
-    for found, _ in pairs:
-        assert len(set(found)) == len(found), f"a position is seen twice: {found}"
+    for visible, _ in pairs:
+        assert len(set(visible)) == len(visible), f"a position is seen twice: {visible}"
     return [dict(zip(*pair, strict=True)) for pair in pairs]
 
 
 def _same(actual: np.ndarray, expected: np.ndarray) -> None:
-    if not np.array_equal(actual, expected):  # the quick way first
+    if not np.array_equal(actual, expected):  # the fast comparison first
         np.testing.assert_array_equal(actual, expected)
 
 
@@ -99,12 +99,12 @@ def reference_attention(
         logits = np.concatenate([logits, sinks.astype(np.float64)[:, None]], axis=1)
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
     weights /= weights.sum(axis=1, keepdims=True)
-    found: np.ndarray = (weights[:, None, : key.shape[0]] @ wide_value)[:, 0]
-    return found
+    attended: np.ndarray = (weights[:, None, : key.shape[0]] @ wide_value)[:, 0]
+    return attended
 
 
 class Rig:
-    """One cache beside its model. Tokens are numbered in the order in which they are put."""
+    """A cache and its model. Tokens are numbered in the order in which they are put."""
 
     def __init__(self, setup: Setup, backend: ml.Backend, ctx: ml.Context) -> None:
         self.setup, self.backend, self.ctx = setup, backend, ctx
@@ -112,12 +112,12 @@ class Rig:
         self.cache = setup.make(backend)
         self.next_token = 1
         self.pass_: tuple[list[int], list[int]] = ([], [])
-        """Positions and sequences of the pass under way."""
+        """Positions and sequences of the current pass."""
 
-    # Calls, checked.
+    # Checked calls.
 
     def start(self, positions: Sequence[int], sequences: Sequence[int]) -> bool:
-        """``start_forward``; whether the batch was taken."""
+        """Call ``start_forward``; returns whether the batch was accepted."""
         ids = range(self.next_token, self.next_token + len(positions))
         batch = kvcache.Batch(list(positions), list(sequences))
         self.agree(
@@ -132,7 +132,7 @@ class Rig:
         return taken
 
     def start_and_undo(self, positions: Sequence[int], sequences: Sequence[int]) -> None:
-        """``start_forward`` taken back by ``undo_forward``: evictions too, as if it had never been."""
+        """Call ``start_forward``, then ``undo_forward``, which also undoes evictions."""
         before = [dict(row) for row in self.model.tokens]
         if self.start(positions, sequences):
             self.cache.undo_forward()
@@ -140,7 +140,7 @@ class Rig:
             self.check_figures()
 
     def read(self, positions: Sequence[int], sequences: Sequence[int]) -> bool:
-        """``start_forward`` of a pass that only reads; whether the batch was taken."""
+        """Start a read-only pass; returns whether the batch was accepted."""
         batch = kvcache.Batch(list(positions), list(sequences))
         self.agree(
             lambda: self.cache.start_forward(self.ctx, batch, read_only=True),
@@ -154,7 +154,7 @@ class Rig:
         return True
 
     def put(self, layers: int | None = None) -> None:
-        """Into all layers, or the first ``layers``."""
+        """Put into all layers, or the first ``layers``."""
         positions, _ = self.pass_
         ids = np.arange(self.next_token - len(positions), self.next_token)
         for layer in range(self.setup.layers if layers is None else layers):
@@ -162,7 +162,7 @@ class Rig:
             self.put_rows(ids, positions, layer)
 
     def put_rows(self, ids: Sequence[int] | np.ndarray, positions: Sequence[int], layer: int) -> None:
-        """Keys, values and extras as a model gives them."""
+        """Put keys, values and extras as a model passes them."""
         rows, dtype = self.setup.rows.pair(ids, positions, layer), self.setup.activations
         key, value = (self.ctx.from_numpy(x, dtype) for x in rows)
         self._put_tensors(key, value, ids, positions, layer)
@@ -171,7 +171,7 @@ class Rig:
         self, key: ml.Tensor, value: ml.Tensor, ids: Sequence[int] | np.ndarray, positions: Sequence[int],
         layer: int,
     ) -> None:  # fmt: skip
-        """With the extras of these tokens, where the cache has them."""
+        """Put tensors, with these tokens' extras if the cache has extras."""
         ctx, setup = self.ctx, self.setup
         if not setup.latent and not setup.extra:
             self.cache.put(ctx, key, value)
@@ -184,7 +184,7 @@ class Rig:
             self.cache.put(ctx, key, value, extra=extra)
 
     def check_seen(self, lifted: Collection[int] = (), layers: int | None = None) -> None:
-        """Every query of the pass sees exactly what the model says, in all layers or the first ``layers``."""
+        """Check what every query of the pass sees, in all layers or the first ``layers``."""
         positions, sequences = self.pass_
         expected = [
             self.model.visible(seq, position, i in lifted)
@@ -195,7 +195,7 @@ class Rig:
             assert seen == expected, f"layer {layer}: saw {seen}, not {expected}"
 
     def check_attend(self, seed: int, lifted: Collection[int] = (), sinks: bool = False) -> None:
-        """``attend`` in every layer agrees with attention over what the model holds, in float64."""
+        """Check ``attend`` in every layer against float64 attention over the model's content."""
         positions, sequences = self.pass_
         rows, computed = self.setup.rows, self.setup.computed
         query = rows.queries(seed, len(positions))
@@ -204,17 +204,17 @@ class Rig:
             self.cache.set_layer(layer)
             tensor = None if logits is None else self.ctx.from_numpy(logits, computed)
             asked = self.ctx.from_numpy(query, computed)
-            found = self.cache.attend(self.ctx, asked, 0.5, tensor)
-            assert found.shape == (len(positions), values.HEADS, rows.value_dim)
+            attended = self.cache.attend(self.ctx, asked, 0.5, tensor)
+            assert attended.shape == (len(positions), values.HEADS, rows.value_dim)
             wanted = []
             for i, (position, seq) in enumerate(zip(positions, sequences, strict=True)):
                 seen = self.model.visible(seq, position, i in lifted)
                 ids = list(seen.values())
                 wanted.append(reference_attention(query[i], *rows.pair(ids, list(seen), layer), 0.5, logits))
-            self._check_close(found, wanted)
+            self._check_close(attended, wanted)
 
     def check_selected(self, seed: int, sinks: bool = False) -> None:
-        """``attend`` over random rows of ``get`` agrees with attention over those that each query sees."""
+        """Check ``attend`` over random selected rows of ``get`` against attention over the visible ones."""
         ctx, count, computed = self.ctx, len(self.pass_[0]), self.setup.computed
         query, rng = self.setup.rows.queries(seed, count), np.random.default_rng(seed)
         logits = np.linspace(-1, 1, values.HEADS, dtype=np.float32) if sinks else None
@@ -229,30 +229,30 @@ class Rig:
             select = rng.integers(-2, history + 2, (count, rng.integers(1, 9))).astype(np.int32)
             select[:, 0] = [rng.choice(np.flatnonzero(own)) for own in seen]  # at least one that is seen
             tensor = None if logits is None else ctx.from_numpy(logits, computed)
-            found = self.cache.attend(
+            attended = self.cache.attend(
                 ctx, ctx.from_numpy(query, computed), 0.5, tensor, select=ctx.from_numpy(select)
             )
             wanted = []
             for i, chosen in enumerate(select):
                 own = [row for row in chosen.tolist() if 0 <= row < history and seen[i, row]]
                 wanted.append(reference_attention(query[i], host[0][own], host[1][own], 0.5, logits))
-            self._check_close(found, wanted)
+            self._check_close(attended, wanted)
 
-    def _check_close(self, found: ml.Tensor, wanted: Sequence[np.ndarray]) -> None:
+    def _check_close(self, attended: ml.Tensor, wanted: Sequence[np.ndarray]) -> None:
         limit, content = TOLERANCE[self.setup.computed], slice(self.setup.rows.content, None)
-        assert found.dtype is self.setup.computed, "as the query"
-        actual = found.to_numpy().astype(np.float64)[:, :, content]
+        assert attended.dtype is self.setup.computed, "as the query"
+        actual = attended.to_numpy().astype(np.float64)[:, :, content]
         np.testing.assert_allclose(actual, np.stack(wanted)[:, :, content], rtol=limit, atol=limit)
 
     def spoil(self, seq: int) -> None:
-        """Leave NaN behind in every cell that is free, by tokens that are put and removed."""
+        """Leave NaN in every free cell, by putting and removing tokens."""
         count, first = self.model.free(), self.model.last(seq) + 1
         if count and self.start(range(first, first + count), [seq] * count):
             self.put_nan()
             self.remove(seq, first)
 
     def put_nan(self) -> None:
-        """For all tokens of the pass."""
+        """Put NaN for all tokens of the pass."""
         count = len(self.pass_[0])
         for layer in range(self.setup.layers):
             self.cache.set_layer(layer)
@@ -265,7 +265,7 @@ class Rig:
     def forward(
         self, positions: Sequence[int], sequences: Sequence[int] | int, lifted: Collection[int] = ()
     ) -> bool:
-        """A whole pass: start, put, set_causal, look. Whether the batch was taken."""
+        """A whole pass: start, put, set_causal, look. Returns whether the batch was accepted."""
         if isinstance(sequences, int):
             sequences = [sequences] * len(positions)
         if not self.start(positions, sequences):
@@ -288,13 +288,13 @@ class Rig:
         self.check_figures()
 
     def remove(self, seq: int, begin: int, end: int | None = None) -> bool:
-        """Whether the removal was done and not refused."""
+        """Remove positions; returns whether it was accepted."""
         self.agree(lambda: self.cache.remove(seq, begin, end), lambda: self.model.remove(seq, begin, end))
         self.check_figures()
         return self.refusal is None
 
     def evict(self, seq: int, positions: Sequence[int]) -> bool:
-        """Whether it was done and not refused."""
+        """Evict positions; returns whether it was accepted."""
         self.agree(lambda: self.cache.evict(seq, positions), lambda: self.model.evict(seq, positions))
         self.check_figures()
         return self.refusal is None
@@ -304,7 +304,7 @@ class Rig:
         self.check_figures()
 
     def reserve(self, tokens: int) -> None:
-        """A pass that only shows shapes: it spans all cells and writes nothing."""
+        """A ``reserve`` pass: its shapes span all cells, and it writes nothing."""
         positions = range(tokens)
         self.cache.start_forward(self.ctx, kvcache.Batch(positions, [0] * tokens), reserve=True)
         for layer in range(self.setup.layers):
@@ -318,18 +318,18 @@ class Rig:
     refusal: ml.MLError | None = None
 
     def agree(self, real: Callable[[], object], model: Callable[[], object]) -> None:
-        """Both do it, or both refuse it in the same way."""
-        found, expected = outcome(real), outcome(model)
-        assert (found is None) == (expected is None), f"raised {found!r}, expected {expected!r}"
+        """Run both calls; both must succeed or raise the same error."""
+        raised, expected = outcome(real), outcome(model)
+        assert (raised is None) == (expected is None), f"raised {raised!r}, expected {expected!r}"
         if expected is not None:
-            assert isinstance(found, type(expected)), f"raised {found!r}, expected {expected!r}"
-        if isinstance(found, kvcache.CacheFullError):
+            assert isinstance(raised, type(expected)), f"raised {raised!r}, expected {expected!r}"
+        if isinstance(raised, kvcache.CacheFullError):
             assert isinstance(expected, kvcache.CacheFullError)
-            assert (found.asked, found.free, found.held) == (expected.asked, expected.free, expected.held)
-        self.refusal = found
+            assert (raised.asked, raised.free, raised.held) == (expected.asked, expected.free, expected.held)
+        self.refusal = raised
 
     def check_figures(self) -> None:
-        """Cells, positions, and ``can_resume`` at every place where its answer may change."""
+        """Check cells, positions, and ``can_resume`` around every position where its result may change."""
         cache, model = self.cache, self.model
         assert cache.cells == self.setup.cells
         assert cache.free_cells == model.free()
@@ -346,13 +346,14 @@ class Rig:
                 *(keep, keep + 1, slid - 1, slid, slid + 1),
                 *(position + 2 for position in row if position + 1 not in row),
             } - {-1}:
-                found = cache.can_resume(seq, position)
-                assert found == model.can_resume(seq, position), f"can_resume({seq}, {position}) is {found}"
+                resumes = cache.can_resume(seq, position)
+                assert resumes == model.can_resume(seq, position), (
+                    f"can_resume({seq}, {position}) is {resumes}"
+                )
 
     def drain(self) -> None:
-        """Read back every token that is stored, going back from the end; empties the cache.
-
-        A query right behind the last token sees it and what its window shows; then all that goes.
+        """Read back every stored token from the end of each sequence; empties the cache. A query directly
+        after the last token sees that token and its window; these are then removed.
         """
         for seq in range(self.setup.max_sequences):
             while self.model.tokens[seq]:

@@ -1,4 +1,4 @@
-"""An encoder cache beside a dict of what each sequence holds, and random traces of both."""
+"""An encoder cache and its model, a dict with the output of each sequence, and random traces of both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYERS = (0, 3)
 
 @dataclass(frozen=True)
 class Output:
-    """What a sequence's encoder gave: rows numbered from ``first``, at the position of its token."""
+    """The encoder output of a sequence: rows numbered from ``first``, at the position of its token."""
 
     position: int
     first: int
@@ -33,7 +33,7 @@ class Output:
 
 
 class EncoderRig:
-    """An encoder cache beside a dict of what each sequence holds."""
+    """An encoder cache and its model, a dict with the output of each sequence."""
 
     def __init__(
         self,
@@ -48,13 +48,13 @@ class EncoderRig:
         self.cache = kvcache.EncoderCache()
         self.cache.set_config(self.config)
         self.cache.init(backend, dtype, max_sequences, 16, 8)
-        self.held: dict[int, Output] = {}
+        self.outputs: dict[int, Output] = {}
         self.next_row = 1
         self.copies: list[tuple[EncoderSnapshot, Output | None]] = []
         self.pass_: tuple[list[int], list[int]] = ([], [])
 
     def start(self, positions: Sequence[int], sequences: Sequence[int], items: Sequence[int] = ()) -> None:
-        """A pass; ``items`` are the batch indices that bring something to encode."""
+        """Start a pass; ``items`` are the batch indices with something to encode."""
         self.pass_ = list(positions), list(sequences)
         multimodal = [(index, "an image") for index in items]
         self.cache.start_forward(self.ctx, Batch(*self.pass_, multimodal=multimodal))
@@ -65,19 +65,19 @@ class EncoderRig:
                 self.receivers[sequences[index]] = positions[index]
 
     def put(self, *lengths: int, equal: bool = False, layers: Sequence[int] = LAYERS) -> None:
-        """Store outputs of these lengths for the receivers, in their order."""
+        """Put outputs of these lengths for the receivers, in order."""
         for (seq, position), count in zip(self.receivers.items(), lengths, strict=True):
-            self.held[seq] = Output(position, self.next_row, count)
+            self.outputs[seq] = Output(position, self.next_row, count)
             self.next_row += count
         for layer in layers:
-            parts = [self.held[seq].rows(layer) for seq in self.receivers]
+            parts = [self.outputs[seq].rows(layer) for seq in self.receivers]
             key, value = (np.concatenate([part[i] for part in parts]) for i in range(2))
             self.cache.set_layer(layer)
             tensors = self.ctx.from_numpy(key), self.ctx.from_numpy(value)
             self.cache.put(self.ctx, *tensors, lengths=None if equal else lengths)
 
     def check(self, computes: bool = True) -> None:
-        """Every token of the pass sees its own sequence's rows and no other, in every layer."""
+        """Check that every token of the pass sees exactly its own sequence's rows, in every layer."""
         positions, sequences = self.pass_
         for layer in LAYERS:
             self.cache.set_layer(layer)
@@ -87,13 +87,13 @@ class EncoderRig:
                 stored_value = stored_value.transpose(2, 0, 1)
             seen = self.seen(mask, len(positions), len(stored_key))
             for row, seq in zip(seen, sequences, strict=True):
-                wanted_key, wanted_value = self.held[seq].rows(layer)
+                wanted_key, wanted_value = self.outputs[seq].rows(layer)
                 np.testing.assert_array_equal(stored_key[row], wanted_key)
                 np.testing.assert_array_equal(stored_value[row], wanted_value)
             if computes:
                 self.check_attend(layer)
         for seq in range(self.max_sequences):
-            assert self.cache.encoder_cached(seq) == (seq in self.held)
+            assert self.cache.encoder_cached(seq) == (seq in self.outputs)
 
     def seen(self, mask: kvcache.Mask, tokens: int, history: int) -> np.ndarray:
         if mask is None:
@@ -106,45 +106,47 @@ class EncoderRig:
         query = values.queries(len(sequences), len(sequences))
         out = self.cache.attend(self.ctx, self.ctx.from_numpy(query, self.dtype), 0.5)
         limit = TOLERANCE[self.dtype]
-        for found, asked, seq in zip(out.to_numpy().astype(np.float64), query, sequences, strict=True):
-            wanted = reference_attention(asked, *self.held[seq].rows(layer), 0.5)
-            np.testing.assert_allclose(found[:, 3:], wanted[:, 3:], rtol=limit, atol=limit)
+        for attended, asked, seq in zip(out.to_numpy().astype(np.float64), query, sequences, strict=True):
+            wanted = reference_attention(asked, *self.outputs[seq].rows(layer), 0.5)
+            np.testing.assert_allclose(attended[:, 3:], wanted[:, 3:], rtol=limit, atol=limit)
 
     def copy_prefix(self, src: int, dst: int, length: int) -> None:
         self.cache.copy_prefix(src, dst, length)
-        output = self.held.get(src)
-        self.held.pop(dst, None)
+        output = self.outputs.get(src)
+        self.outputs.pop(dst, None)
         if output is not None and output.position < length:
-            self.held[dst] = output
+            self.outputs[dst] = output
 
     def remove(self, seq: int, begin: int, end: int | None = None) -> None:
         self.cache.remove(seq, begin, end)
-        output = self.held.get(seq)
+        output = self.outputs.get(seq)
         if output is None or output.position < begin:
             return
         if end is None or output.position < end:
-            del self.held[seq]
+            del self.outputs[seq]
         else:
-            self.held[seq] = Output(output.position - end + begin, output.first, output.count)
+            self.outputs[seq] = Output(output.position - end + begin, output.first, output.count)
 
     def snapshot(self, seq: int, begin: int, end: int) -> None:
-        output = self.held.get(seq)
+        output = self.outputs.get(seq)
         inside = output if output is not None and begin <= output.position < end else None
         self.copies.append((self.cache.snapshot(seq, begin, end), inside))
 
     def restore(self, seq: int, which: int, target: int) -> bool:
-        """Whether it was restored: what lies at or after its begin is replaced, what lies before stays."""
+        """Restore a snapshot; returns whether it was possible. Output at or after its begin is replaced,
+        earlier output stays.
+        """
         snapshot, output = self.copies[which]
         done = self.cache.restore(seq, snapshot, target)
         assert done is (snapshot.begin <= target <= snapshot.end)
-        if done and seq in self.held and self.held[seq].position >= snapshot.begin:
-            del self.held[seq]
+        if done and seq in self.outputs and self.outputs[seq].position >= snapshot.begin:
+            del self.outputs[seq]
         if done and output is not None and output.position < target:
-            self.held[seq] = output
+            self.outputs[seq] = output
         return done
 
     def split(self, which: int, at: int) -> None:
-        """Both halves join the copies, and so does what they are merged to."""
+        """Add both halves to the copies, and the snapshot merged from them."""
         snapshot, output = self.copies[which]
         first, second = self.cache.split(snapshot, at)
         assert (first is None) == (at == snapshot.begin)
@@ -159,8 +161,8 @@ class EncoderRig:
         self.copies.append((self.cache.merge(first, second), output))
 
     def look(self, computes: bool = True, read_only: bool = False) -> None:
-        """A pass of all that hold something, read back."""
-        holders = sorted(self.held, reverse=True)
+        """Read back all sequences that have output, in one pass."""
+        holders = sorted(self.outputs, reverse=True)
         if holders:
             self.pass_ = [9] * len(holders), holders
             self.cache.start_forward(self.ctx, Batch(*self.pass_), read_only=read_only)
@@ -168,7 +170,7 @@ class EncoderRig:
 
 
 def encoder_trace(backend: ml.Backend, seed: int, floats: Sequence[DType], computes: bool) -> None:
-    """The trace of one seed; raises where the cache and the dict part."""
+    """Run the trace of one seed; raises if the cache and its model differ."""
     rnd = random.Random(seed)
     config = ml.CacheConfig(
         mask_batch_padding=rnd.choice((1, 3)),
@@ -184,14 +186,14 @@ def encoder_trace(backend: ml.Backend, seed: int, floats: Sequence[DType], compu
                 pairs = [(rnd.randrange(8), s) for s in rnd.choices(range(count), k=rnd.randint(1, 4))]
                 pairs = rnd.sample(list(dict.fromkeys(pairs)), len(set(pairs)))
                 items = sorted(rnd.sample(range(len(pairs)), rnd.randint(0, len(pairs))))
-                before = dict(r.held)
+                before = dict(r.outputs)
                 r.start([p for p, _ in pairs], [s for _, s in pairs], items)
                 r.put(*(rnd.randint(1, 5) for _ in r.receivers))
-                if all(s in r.held for _, s in pairs):
+                if all(s in r.outputs for _, s in pairs):
                     r.check(computes)
                 if rnd.random() < 0.2:
                     r.cache.undo_forward()
-                    r.held = before
+                    r.outputs = before
             elif roll < 0.52 and count > 1:
                 src, dst = rnd.sample(range(count), 2)
                 r.copy_prefix(src, dst, rnd.randrange(9))

@@ -24,10 +24,9 @@ def every_failure(
     check: Callable[[Subject], object],
     stride: int = 1,
 ) -> int:
-    """Let the first call of ``act`` fail on what ``make`` makes, then ``check`` it; then the second ...
-
-    With a ``stride`` every so many calls only; the ways to fail begin at different ones, with 2 so that
-    between any two calls something fails. One call fails at least, if any is made. Returns how many failed.
+    """For each backend call of ``act`` in turn: make a new subject, let that call fail, and ``check``. With a
+    ``stride``, only every ``stride``-th call fails; the ways to fail start at different calls. At least one
+    call fails, if there is any. Returns the number of failed calls.
     """
     error = KeyboardInterrupt if when == "by an interrupt" else InjectedError
     fail_at, failed = WAYS.index(when) % stride, 0

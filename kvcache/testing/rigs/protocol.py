@@ -1,6 +1,5 @@
-"""A strict backend (see ``ml.testing.strict``) that fails when told to.
-
-Since every call passes through a ``Plan``, any one of them can be made to raise.
+"""A strict backend (see ``ml.testing.strict``) with planned failures. Every call passes through a ``Plan``,
+which can make it raise.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from ml.testing.strict import strict
 
 
 class InjectedError(ml.DeviceError):
-    """What a planned failure raises."""
+    """The error of a planned failure."""
 
 
 class Plan:
     """The names of the calls made, and which of them fails.
 
-    ``fail_at`` counts from the call after ``arm``; ``after`` lets the call do its work first, as a
-    device does whose error comes late.
+    ``fail_at`` counts from the call after ``arm``; ``after`` runs the call first, like a device that reports
+    its error late.
     """
 
     def __init__(self) -> None:
@@ -47,5 +46,5 @@ class Plan:
 
 
 def only_protocol(backend: ml.Backend, plan: Plan | None = None) -> ml.Backend:
-    """``backend`` with the required protocol and nothing else; its calls go by the plan."""
+    """``backend`` with the required protocol only; its calls follow ``plan``."""
     return strict(backend, (plan or Plan()).run)

@@ -1,7 +1,6 @@
-"""A rig that takes snapshots: each beside what the model says it is of.
-
-Snapshots are named by their place in ``copies``, counted round, so that a trace of calls stays one
-when some of them are left out. A batch that fits beside all that snapshots hold copies none of them.
+"""A rig that takes snapshots, each with its model. Snapshots are named by their index in ``copies``, modulo
+its length, so that a trace stays valid if calls are removed. A batch that fits besides all snapshots' cells
+copies none of them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from kvcache.testing.rigs.attention import Rig
 
 
 class CopyRig(Rig):
-    """A cache beside its model, and snapshots of it."""
+    """A cache and its model, with snapshots."""
 
     def __init__(self, setup: Setup, backend: ml.Backend, ctx: ml.Context) -> None:
         super().__init__(setup, backend, ctx)
@@ -27,14 +26,16 @@ class CopyRig(Rig):
         done = super().start(positions, sequences)
         used = {token for row in self.model.tokens for token in row.values()}
         if not done or len(used | pinned) <= self.setup.cells:
-            assert self._in_cache() == taken, "copied out with no need"
+            assert self._in_cache() == taken, "copied out needlessly"
         return done
 
     def snapshot(self, seq: int, begin: int, end: int | None) -> None:
         self._both(lambda: self.cache.snapshot(seq, begin, end), lambda: self.model.snapshot(seq, begin, end))
 
     def scheduled(self, seq: int, ahead: Sequence[int], count: int) -> None:
-        """Snapshots asked for ``ahead`` of the end, and a pass of ``count`` tokens that takes some."""
+        """Schedule snapshots ``ahead`` of the end, and run a pass of ``count`` tokens that takes some of
+        them.
+        """
         offset = self.model.last(seq) + 1
         due = sorted({offset + step for step in ahead})
         self.cache.schedule_snapshots(seq, due)
@@ -42,17 +43,17 @@ class CopyRig(Rig):
             self.put()
             taken = self.cache.take_snapshots(seq)
             skipped = self.cache.snapshots.schedule.skipped(seq)
-            assert not skipped or self.setup.window is not None, "skipped, and there is no window with gaps"
+            assert not skipped or self.setup.window is not None, "skipped although there is no window"
             due = [end for end in due if end not in skipped]
             assert [snapshot.end for snapshot in taken] == [end for end in due if end <= offset + count]
             for snapshot, begin in zip(taken, [offset, *due], strict=False):
                 assert snapshot.begin == (begin if self.setup.window is None else 0)
-                assert snapshot.in_cache, "copied with no need"
+                assert snapshot.in_cache, "copied needlessly"
                 self.copies.append((snapshot, self.model.snapshot(seq, snapshot.begin, snapshot.end)))
         self.cache.cancel_snapshots(seq)
 
     def restore(self, which: int, seq: int, target: int | None) -> bool:
-        """Whether it was restored."""
+        """Restore a snapshot; returns whether it was possible."""
         snapshot, copy = self.copies[which % len(self.copies)]
         answers: list[bool] = []
         shared = snapshot.in_cache
@@ -69,7 +70,7 @@ class CopyRig(Rig):
         self._both(lambda: self.cache.split(snapshot, at), lambda: self.model.split(copy, at))
 
     def merge(self, which: int, other: int) -> None:
-        """Join one with one of those that begin where it ends, or with any where there is none."""
+        """Merge a snapshot with one that begins at its end, or with any if there is none."""
         parent, model_parent = self.copies[which % len(self.copies)]
         fitting = [pair for pair in self.copies if pair[0].begin == parent.end] or self.copies
         child, model_child = fitting[other % len(fitting)]
@@ -93,21 +94,21 @@ class CopyRig(Rig):
         taken = self._in_cache()
         done = super().remove(seq, begin, end)
         if not done or end is None:
-            assert self._in_cache() == taken, "copied out with no need"
+            assert self._in_cache() == taken, "copied out needlessly"
         return done
 
     def copy_prefix(self, src: int, dst: int, length: int) -> None:
         taken = self._in_cache()
         super().copy_prefix(src, dst, length)
-        assert self._in_cache() == taken, "copied out with no need"
+        assert self._in_cache() == taken, "copied out needlessly"
 
     def defrag(self) -> None:
         taken = self._in_cache()
         super().defrag()
-        assert self._in_cache() == taken, "copied out with no need"
+        assert self._in_cache() == taken, "copied out needlessly"
 
     def check_copies(self) -> None:
-        """Put every snapshot back where a sequence has room for it, and read it."""
+        """Restore every snapshot that a sequence has room for, and read it."""
         for which, (snapshot, copy) in enumerate(self.copies):
             assert snapshot.positions.tolist() == sorted(copy.tokens)
             assert (snapshot.begin, snapshot.end) == (copy.begin, copy.end)
@@ -119,13 +120,13 @@ class CopyRig(Rig):
                 self.forward([copy.end], 0)
 
     def _both(self, real: Callable[[], Any], model: Callable[[], Any]) -> None:
-        """What both made joins the copies; where the model refuses, so did the cache."""
-        found: list[Any] = []
+        """Run both calls and add their results to the copies; both must succeed or raise the same error."""
+        results: list[Any] = []
         copies: list[Any] = []
         taken = self._in_cache()
-        self.agree(lambda: found.append(real()), lambda: copies.append(model()))
-        assert self._in_cache() == taken, "copied out with no need"
-        for made, copy in zip(found, copies, strict=True):
+        self.agree(lambda: results.append(real()), lambda: copies.append(model()))
+        assert self._in_cache() == taken, "copied out needlessly"
+        for made, copy in zip(results, copies, strict=True):
             made_parts = made if isinstance(made, tuple) else (made,)
             parts = copy if isinstance(copy, tuple) else (copy,)
             for part, expected in zip(made_parts, parts, strict=True):
@@ -139,7 +140,7 @@ class CopyRig(Rig):
         return [snapshot.in_cache for snapshot, _ in self.copies]
 
     def _pinned(self) -> set[int]:
-        """The tokens whose cells snapshots hold."""
+        """The tokens whose cells belong to snapshots."""
         return {
             token for snapshot, copy in self.copies if snapshot.in_cache for token in copy.tokens.values()
         }

@@ -1,4 +1,4 @@
-"""A recurrent cache beside its specification, and random traces over both."""
+"""A recurrent cache and its model, and random traces of both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ml import DType
 
 
 class StateRig:
-    """A recurrent cache beside its model, checked after every call."""
+    """A recurrent cache and its model, checked after every call."""
 
     def __init__(self, setup: StateSetup, backend: ml.Backend, ctx: ml.Context) -> None:
         self.setup, self.backend, self.ctx = setup, backend, ctx
@@ -31,12 +31,14 @@ class StateRig:
         self.sequences: list[int] = []
         self.layout = setup.layout
         self.known = {*self.layout} if setup.states != "found" else set()
-        """Whose shapes the cache knows."""
+        """The states whose shapes the cache knows."""
         self.wants: dict[int, tuple[int, ...]] = {}
         self.due: dict[int, tuple[int, ...]] = {}
-        """Where states are wanted, to go back to and for snapshots."""
+        """By sequence, the positions of scheduled snapshots, whose states are wanted."""
         self.delivery = "none"
-        """Which states inside a pass the model gives: those "wanted", "all", those of "some" layers."""
+        """Which states inside a pass are delivered: "none", the "wanted" ones, "all", or those of "some"
+        layers.
+        """
 
     # A pass.
 
@@ -60,38 +62,38 @@ class StateRig:
         return Batch(self.positions, self.sequences)
 
     def begin(self) -> None:
-        """Let the model begin the pass that was planned."""
+        """Begin the planned pass in the model."""
         self.model.start(self.sequences, self.ids)
         self.next_token += len(self.ids)
         self.wants = {seq: wanted for seq, wanted in self.wants.items() if seq not in self.sequences}
 
     def start(self, sequences: Sequence[int]) -> bool:
-        """Begin a pass; whether it was taken."""
+        """Begin a pass; returns whether it was accepted."""
         batch, slots = self.plan(sequences), self.slots()
         taken = self.agree(lambda: self.cache.start_forward(self.ctx, batch), self.begin)
         owned = {row.slot for row in self.cache.states.state_table.rows}
         window = {self.cache.states.state_table.rows[seq].slot for seq in sequences} if taken else set()
         for before, now in zip(slots, self.slots(), strict=True):
-            assert now is None or now not in window, "the pass writes over what a snapshot holds"
-            assert now == before or before in owned, "copied out with no need"
+            assert now is None or now not in window, "the pass overwrites a snapshot"
+            assert now == before or before in owned, "copied out needlessly"
         assert not taken or self.cache.wanted_states() == self.wanted
         return taken
 
     def slots(self) -> list[int | None]:
-        """Where the states of the copies lie in this cache, None for those that do not."""
+        """The slots of the snapshots' states in this cache; None for those copied out."""
         return [
             state_of(snapshot).slot_in(self.cache.states.state_table.buffers) for snapshot, _ in self.copies
         ]
 
     def spoil(self) -> None:
-        """The model goes on to write, and what it writes is wrong."""
+        """Overwrite the states of the pass with wrong values."""
         for kind, layer in self.layout:
             state = self.state(kind, layer)
             wrong = self.ctx.full(state.shape, 99, state.dtype)
             self.ctx.forward(wrong.copy(self.ctx, state))
 
     def step(self, in_place: Callable[[], bool] = lambda: False) -> None:
-        """The model's part of the pass: read the states, store the new ones, put and look."""
+        """The rest of the pass: read the states, store the new ones, put and look."""
         order = list(dict.fromkeys(self.sequences))
         assert self.cache.sequences == tuple(order)
         for kind, layer in self.layout:
@@ -114,12 +116,12 @@ class StateRig:
         self.check_seen()
 
     def seen(self, seq: int, count: int) -> tuple[int, ...]:
-        """What the state of a sequence has seen after so many of its tokens in this pass."""
+        """The tokens that a sequence's state has seen after ``count`` of its tokens in this pass."""
         mine = [token for token, s in zip(self.ids, self.sequences, strict=True) if s == seq]
         return (*self.before[seq], *mine[:count])
 
     def deliver(self, kind: str, layer: int) -> None:
-        """The states inside the pass: the wanted ones, sequence by sequence, or all, the last first."""
+        """Deliver states inside the pass: the wanted ones, sequence by sequence, or all in reverse order."""
         every = [(seq, n + 1) for seq in set(self.sequences) for n in range(self.sequences.count(seq))]
         calls = [[(seq, n) for n in counts] for seq, counts in self.wanted.items()]
         for at in [every[::-1]] if self.delivery == "all" else calls:
@@ -136,9 +138,9 @@ class StateRig:
         self.wants[seq] = tuple(positions)
 
     def start_and_resume(self, sequences: Sequence[int]) -> None:
-        """A start that is taken back: the pass under way goes on, and its views stay what they were."""
+        """Start and undo a pass: the previous pass continues, and its views are unchanged."""
         order = list(dict.fromkeys(self.sequences))
-        held = {(kind, layer): self.state(kind, layer) for kind, layer in self.layout}
+        views = {(kind, layer): self.state(kind, layer) for kind, layer in self.layout}
         under_way = self.cache.pass_under_way()
         seen = [len(row.tokens) for row in self.model.rows]
         positions = []
@@ -152,7 +154,7 @@ class StateRig:
         else:
             self.cache.undo_forward(under_way)
             assert self.cache.wanted_states() == self.wanted
-        for (kind, layer), state in held.items():
+        for (kind, layer), state in views.items():
             rows, shape = self.model.rows, self.layout[kind, layer][0]
             expected = np.stack([state_values(rows[seq].seen, kind, layer, shape) for seq in order])
             for view in (state, self.state(kind, layer)):
@@ -162,7 +164,9 @@ class StateRig:
         self.check()
 
     def read(self, sequences: Sequence[int]) -> None:
-        """A pass that only reads, with a query at the last token of each: copies, and nothing set."""
+        """A read-only pass with a query at the last token of each sequence: states are copies and cannot be
+        set.
+        """
         positions = [len(self.model.rows[seq].tokens) - 1 for seq in sequences]
         self.cache.start_forward(self.ctx, Batch(positions, list(sequences)), read_only=True)
         assert self.cache.sequences == tuple(sequences)
@@ -172,7 +176,7 @@ class StateRig:
             refusal = outcome(functools.partial(self.write, kind, layer, in_place=False))
             assert isinstance(refusal, kvcache.OrderError)
             wrong = self.ctx.full(state.shape, 99, state.dtype)
-            self.ctx.forward(wrong.copy(self.ctx, state))  # which is the caller's own
+            self.ctx.forward(wrong.copy(self.ctx, state))  # the caller's own copy
         self.ids, self.positions = list(range(len(sequences))), positions
         self.check_seen()
         self.check()
@@ -189,14 +193,14 @@ class StateRig:
         return state
 
     def check_state(self, kind: str, layer: int, seen: Mapping[int, tuple[int, ...]]) -> ml.Tensor:
-        """The states of a layer, which are those of what each sequence of the pass has ``seen``."""
+        """The states of a layer, after checking them against the tokens that each sequence has ``seen``."""
         state, shape = self.state(kind, layer), self.layout[kind, layer][0]
         expected = np.stack([state_values(tokens, kind, layer, shape) for tokens in seen.values()])
         np.testing.assert_array_equal(state.to_numpy().astype(np.float32), expected)
         return state
 
     def given(self, kind: str, layer: int, host: np.ndarray) -> ml.Tensor:
-        """As a model gives a state: in F32, or in the dtype of one that is not of floats."""
+        """A state as a model passes it: in F32, or in its own dtype if it is not a float."""
         dtype = self.layout[kind, layer][1]
         return self.ctx.from_numpy(host, None if dtype.is_float else dtype)
 
@@ -217,9 +221,9 @@ class StateRig:
 
     def check_seen(self) -> None:
         seen = look(self.cache.attention, self.ctx, len(self.ids), ATTENTION_LAYER)
-        for found, seq, position in zip(seen, self.sequences, self.positions, strict=True):
+        for visible, seq, position in zip(seen, self.sequences, self.positions, strict=True):
             tokens = self.model.rows[seq].tokens[: position + 1]
-            assert found == {p: token for p, (_, token) in enumerate(tokens)}
+            assert visible == {p: token for p, (_, token) in enumerate(tokens)}
 
     def forward(self, *sequences: int, in_place: bool = False) -> bool:
         taken = self.start(sequences)
@@ -237,7 +241,7 @@ class StateRig:
         )
         if done:
             self.wants.pop(dst, None)
-        assert self.slots() == slots, "copied out with no need"
+        assert self.slots() == slots, "copied out needlessly"
         self.check()
 
     def remove(self, seq: int, begin: int, end: int | None = None) -> bool:
@@ -247,7 +251,7 @@ class StateRig:
         )
         if done:
             self.wants.pop(seq, None)
-        assert self.slots() == slots, "copied out with no need"
+        assert self.slots() == slots, "copied out needlessly"
         self.check()
         return done
 
@@ -268,27 +272,27 @@ class StateRig:
         )
         row = self.cache.states.state_table.rows[seq]
         if taken and taken[0].end == row.offset and row.slot is not None:
-            assert state_of(taken[0]).slot == (row.slot if row.offset else None), "copied with no need"
+            assert state_of(taken[0]).slot == (row.slot if row.offset else None), "copied needlessly"
         self.copies += zip(taken, copied, strict=True)
         self.check()
 
     def restore(self, seq: int, which: int, target: int | None = None) -> bool:
         snapshot, copy = self.copies[which]
-        found: list[bool] = []
+        answers: list[bool] = []
         shared, slots = snapshot.parts[0].in_cache, self.slots()
         self.agree(
-            lambda: found.append(self.cache.restore(seq, snapshot, target)),
-            lambda: found.append(self.model.restore(seq, copy, target, shared)),
+            lambda: answers.append(self.cache.restore(seq, snapshot, target)),
+            lambda: answers.append(self.model.restore(seq, copy, target, shared)),
         )
-        assert len(set(found)) < 2, f"restore gave {found}"
-        if found and found[0]:
+        assert len(set(answers)) < 2, f"restore gave {answers}"
+        if answers and answers[0]:
             self.wants.pop(seq, None)
-        assert self.slots() == slots, "copied out with no need"
+        assert self.slots() == slots, "copied out needlessly"
         self.check()
-        return bool(found and found[0])
+        return bool(answers and answers[0])
 
     def scheduled(self, seq: int, ahead: Sequence[int], count: int) -> None:
-        """Snapshots asked for ``ahead`` of the end, and a pass of ``count`` tokens."""
+        """Schedule snapshots ``ahead`` of the end, and run a pass of ``count`` tokens."""
         offset = len(self.model.rows[seq].tokens)
         due = sorted({offset + step for step in ahead})
         self.schedule(seq, due)
@@ -308,7 +312,7 @@ class StateRig:
         self.check()
 
     def check_copies(self) -> None:
-        """Every copy that a sequence has room for goes on from what it was taken of."""
+        """Check that every snapshot that a sequence has room for can be restored and continued."""
         for seq in range(self.setup.max_sequences):
             self.remove(seq, 0)
         for which, (_, copy) in enumerate(self.copies):
@@ -317,13 +321,13 @@ class StateRig:
             self.remove(0, 0)
 
     def agree(self, real: Callable[[], object], model: Callable[[], object]) -> bool:
-        """Whether both did it; else both refused it in the same way."""
-        found, expected = outcome(real), outcome(model)
-        assert type(found) is type(expected), f"raised {found!r}, expected {expected!r}"
-        return found is None
+        """Run both calls; returns whether they succeeded. Otherwise both must raise the same error."""
+        raised, expected = outcome(real), outcome(model)
+        assert type(raised) is type(expected), f"raised {raised!r}, expected {expected!r}"
+        return raised is None
 
     def check(self) -> None:
-        """Offsets, checkpoints, positions and where each sequence can go back to."""
+        """Check offsets, checkpoints, positions, and the positions that each sequence can go back to."""
         assert self.cache.attention.free_cells == self.model.free()
         for seq, row in enumerate(self.model.rows):
             offset = len(row.tokens)
@@ -336,7 +340,7 @@ class StateRig:
                 assert self.cache.can_resume(seq, position) == expected
 
     def drain(self) -> None:
-        """Read every state and every token back: a further token for each sequence, one at a time."""
+        """Read back every state and token, by adding one token to each sequence in turn."""
         for seq in range(self.setup.max_sequences):
             self.model.rows[seq] = row = replace(self.model.rows[seq])
             if self.model.free():
@@ -346,7 +350,7 @@ class StateRig:
 
 
 def state_of(snapshot: WrapperSnapshot) -> HeldStates:
-    """What a snapshot of a RecurrentCache has of its states."""
+    """The states' part of a RecurrentCache's snapshot."""
     states = snapshot.parts[1]
     assert isinstance(states, StateSnapshot)
     return states.state
@@ -377,7 +381,7 @@ def random_state_setup(rnd: random.Random, floats: Sequence[DType]) -> StateSetu
 
 
 def state_trace(backend: ml.Backend, seed: int, floats: Sequence[DType]) -> None:
-    """The trace of one seed; raises where the cache and its model part."""
+    """Run the trace of one seed; raises if the cache and its model differ."""
     rnd = random.Random(seed)
     setup = random_state_setup(rnd, floats)
     with backend.new_context() as ctx:
@@ -436,7 +440,7 @@ def _random_pass(rnd: random.Random, rig: StateRig, sequences: list[int]) -> Non
     if not rig.start(sequences):
         rig.check()
         return
-    if rnd.random() < 0.1:  # the model fails when some of the states are written already
+    if rnd.random() < 0.1:  # the model fails after writing some of the states
         rig.write("conv", 0, in_place=("conv", 0) in rig.known)
         for seq in dict.fromkeys(sequences):
             rig.remove(seq, rig.lengths[seq])
@@ -445,7 +449,7 @@ def _random_pass(rnd: random.Random, rig: StateRig, sequences: list[int]) -> Non
     rig.check()
     if _settled(rnd, rig):
         return
-    if rnd.random() < 0.1:  # it goes wrong when some of the sequences were kept
+    if rnd.random() < 0.1:  # it fails after keeping some of the sequences
         for seq in dict.fromkeys(sequences):
             if rnd.random() < 0.5:
                 rig.snapshot(seq)
@@ -462,7 +466,7 @@ def _random_pass(rnd: random.Random, rig: StateRig, sequences: list[int]) -> Non
 
 
 def _settled(rnd: random.Random, rig: StateRig) -> bool:
-    """Whether some of what was drafted was refused."""
+    """Whether some drafted tokens were rejected."""
     inside = [(seq, at) for seq in range(rig.setup.max_sequences) for at in rig.model.rows[seq].inside]
     if not inside or rnd.random() < 0.3:
         return False

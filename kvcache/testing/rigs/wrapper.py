@@ -1,4 +1,4 @@
-"""A wrapper beside a model of each cache in it, and random traces of both."""
+"""A wrapper and a model of each cache in it, and random traces of both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ml import DType
 
 
 class ForeignCache:
-    """The Cache protocol and no more, around one of ours; it refuses when it is told to."""
+    """A cache with only the Cache protocol; it refuses the call named by ``refuses``."""
 
     def __init__(self, inner: kvcache.CausalCache) -> None:
         self.inner = inner
@@ -43,7 +43,7 @@ for _name in [name for name in vars(kvcache.Cache) if not name.startswith("_")]:
 
 
 class WrapperRig:
-    """A wrapper beside a model of each cache in it: either all of them change, or none."""
+    """A wrapper and a model of each cache in it: either all of them change, or none."""
 
     def __init__(
         self, setups: Sequence[Setup], backend: ml.Backend, ctx: ml.Context, foreign: int | None = None
@@ -68,18 +68,20 @@ class WrapperRig:
         return max(model.last(seq) for model in self.models)
 
     def both(self, real: Callable[[], object], model: Callable[[Model], object]) -> bool:
-        """Whether all did it; where a model refuses, all go back and the wrapper has refused too."""
+        """Run a call on the wrapper and all models; returns whether it succeeded. If a model refuses, the
+        wrapper must refuse too, and all models are restored.
+        """
         before: list[Held] = [[dict(row) for row in m.tokens] for m in self.models]
         refusals = [outcome(lambda m=m: model(m)) for m in self.models]  # type: ignore[misc]
         expected = [error for error in refusals if error is not None]
         if expected:
             for m, tokens in zip(self.models, before, strict=True):
                 m.tokens = tokens
-        found = outcome(real)
-        assert (found is None) == (not expected), f"raised {found!r}, expected {expected!r}"
-        assert found is None or any(isinstance(found, type(error)) for error in expected)
+        raised = outcome(real)
+        assert (raised is None) == (not expected), f"raised {raised!r}, expected {expected!r}"
+        assert raised is None or any(isinstance(raised, type(error)) for error in expected)
         self.check()
-        return found is None
+        return raised is None
 
     def forward(
         self, positions: Sequence[int], sequences: Sequence[int], lifted: Collection[int] = ()
@@ -97,12 +99,12 @@ class WrapperRig:
         return True
 
     def go_on(self) -> None:
-        """After a refusal: the pass that was under way reads as before."""
+        """After a refusal, check that the current pass reads as before."""
         if self.under_way is not None:
             self.look(self.under_way[2])
 
     def refused_start(self, positions: Sequence[int], sequences: Sequence[int]) -> None:
-        """A start that the foreign cache refuses when the others have started."""
+        """Start a pass that the foreign cache refuses after the others have started."""
         assert self.foreign is not None
         self.foreign.refuses = "start_forward"
         with pytest.raises(kvcache.KVCacheError):
@@ -129,7 +131,7 @@ class WrapperRig:
             rig.check_seen(lifted)
 
     def read(self, positions: Sequence[int], sequences: Sequence[int]) -> bool:
-        """A pass that only reads: each cache shows what it stores."""
+        """A read-only pass: check what each cache stores."""
         batch = Batch(list(positions), list(sequences))
         if not self.both(
             lambda: self.cache.start_forward(self.ctx, batch, read_only=True),
@@ -171,7 +173,7 @@ class WrapperRig:
             self.copies.append((taken[0], copies))
 
     def restore(self, which: int, seq: int, target: int | None) -> None:
-        """Each is asked in turn, up to the first that cannot."""
+        """Restore each model in turn, up to the first that refuses, and compare with the wrapper."""
         snapshot, copies = self.copies[which]
         end = snapshot.end if target is None else target
         shared = [part.in_cache for part in snapshot.parts]
@@ -187,8 +189,8 @@ class WrapperRig:
             wanted.append(True)
 
         expected = outcome(ask)
-        found = outcome(lambda: answers.append(self.cache.restore(seq, snapshot, target)))
-        assert type(found) is type(expected), f"raised {found!r}, expected {expected!r}"
+        raised = outcome(lambda: answers.append(self.cache.restore(seq, snapshot, target)))
+        assert type(raised) is type(expected), f"raised {raised!r}, expected {expected!r}"
         assert answers == wanted
         done = answers == [True]
         if not done:
@@ -198,7 +200,7 @@ class WrapperRig:
         self._over(done)
 
     def split(self, which: int, at: int) -> None:
-        """Cut one and join it again: the halves and the whole join the copies."""
+        """Split a snapshot and merge it again; add the halves and the result to the copies."""
         snapshot, copies = self.copies[which]
         first, second = self.cache.split(snapshot, at)
         if first is None:
@@ -206,13 +208,13 @@ class WrapperRig:
             return
         halves = [m.split(copy, at) for m, copy in zip(self.models, copies, strict=True)]
         firsts = [half for half, _ in halves if half is not None]
-        assert len(firsts) == len(copies), "it was cut though one of them is whole"
+        assert len(firsts) == len(copies), "split although one part is indivisible"
         self.copies += [(first, firsts), (second, [half for _, half in halves])]
         self.copies.append((self.cache.merge(first, second), copies))
         self.check()
 
     def _over(self, done: bool) -> bool:
-        """What changed sequences ended the pass; what was refused did not."""
+        """A call that changed sequences ends the pass; a refused one does not."""
         if done:
             self.under_way = None
         else:
@@ -228,14 +230,14 @@ class WrapperRig:
                 assert self.cache.can_resume(seq, position) == wanted
 
     def drain(self) -> None:
-        """Everything that is stored is read back, cache by cache."""
+        """Read back all stored tokens, cache by cache."""
         for rig in self.rigs:
             rig.next_token, rig.direct = self.next_token, True
             rig.drain()
 
 
 class _Part(Rig):
-    """One wrapped cache: bound by the wrapper, put to through it."""
+    """The rig of one wrapped cache, which is bound and written through the wrapper."""
 
     direct = False
 
@@ -298,7 +300,7 @@ def _random_call(rnd: random.Random, r: WrapperRig, count: int) -> None:
     elif roll < 0.75 and count > 1:
         src, dst = rnd.sample(range(count), 2)
         r.copy_prefix(src, dst, rnd.randrange(6))
-    elif r.foreign is None or roll < 0.85:  # what a foreign cache refuses is only known in the end
+    elif r.foreign is None or roll < 0.85:  # a foreign cache's refusal is only known afterwards
         begin = rnd.randint(0, r.last(seq) + 1)
         r.remove(seq, begin, rnd.choice((None, begin + rnd.randrange(4))))
 

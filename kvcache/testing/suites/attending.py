@@ -1,4 +1,4 @@
-"""attend against attention in float64 over what the model holds."""
+"""attend, compared with float64 attention over the model's content."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AttendingTests(CacheCase):
         batches = (
             ([0, 1, 2, 3], [0, 0, 0, 0]),  # a prompt
             ([4], [0]),  # a token
-            ([2, 0, 1, 5, 0], [1, 1, 1, 0, 2]),  # others, unordered
+            ([2, 0, 1, 5, 0], [1, 1, 1, 0, 2]),  # several sequences, unordered
             ([3, 6, 1], [1, 0, 2]),  # a token each
             ([8, 7, 4, 5], [0, 0, 1, 1]),
             ([11], [0]),  # a gap
@@ -69,7 +69,7 @@ class AttendingTests(CacheCase):
     @attends
     @pytest.mark.parametrize("arranged", [ml.CacheConfig(), ml.CacheConfig(permuted_v=True, cache_padding=8)])
     def test_cells_that_lie_far_apart(self, rig: MakeRig, arranged: ml.CacheConfig) -> None:
-        """Prefixes shared across a wide cache: what one sequence reads lies in several places."""
+        """Prefixes shared across a wide cache: one sequence reads cells in several places."""
         r = rig(max_sequences=4, capacity=200, config=arranged)
         r.forward(range(6), 0)
         r.copy_prefix(0, 3, 5)
@@ -85,7 +85,7 @@ class AttendingTests(CacheCase):
     def test_sequences_with_one_prefix_decode_together(
         self, rig: MakeRig, kind: Setup, arranged: ml.CacheConfig
     ) -> None:
-        """One of them holds NaN for a while, which reaches no other."""
+        """NaN stored for one of them affects no other."""
         r = rig(kind, max_sequences=4, capacity=20, max_batch=12, config=arranged)
         r.forward(range(5), 0)
         for seq, length in ((1, 5), (2, 3)):
@@ -128,7 +128,7 @@ class AttendingTests(CacheCase):
             r.put()
             r.check_attend(position)
         if not shapes and nn.offers(r.backend, ml.SupportsRaggedAttention):
-            pytest.skip("one kernel for ragged batches, which takes lengths as they are")
+            pytest.skip("one kernel for ragged batches, which needs no padding")
         assert {history % 16 for _, history in shapes} == {0}
         assert len(shapes) <= 6
 
@@ -138,7 +138,7 @@ class AttendingTests(CacheCase):
     def test_columns_of_padding_do_no_harm_whatever_they_hold(
         self, rig: MakeRig, kind: Setup, padding: int, layout: ml.Layout
     ) -> None:
-        """NaN in cells that are free, in a neighbour's, and in those that a snapshot keeps."""
+        """NaN in free cells, in another sequence's, and in those of a snapshot."""
         config = ml.CacheConfig(cache_padding=padding, mask_batch_padding=3, layout=layout, permuted_v=True)
         r = rig(kind, max_sequences=3, capacity=11, max_batch=8, config=config, layers=2)
         r.spoil(0)
@@ -173,8 +173,8 @@ class AttendingTests(CacheCase):
             if content != content:
                 cache.remove(0, 0)
                 continue
-            found = cache.attend(ctx, host, 0.1).to_numpy()
-            np.testing.assert_allclose(found, np.ones_like(found), rtol=0.01)
+            attended = cache.attend(ctx, host, 0.1).to_numpy()
+            np.testing.assert_allclose(attended, np.ones_like(attended), rtol=0.01)
 
     @attends
     @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (4, 1), (6, 3), (8, 2)])
@@ -190,10 +190,10 @@ class AttendingTests(CacheCase):
         for start, stop in ((0, 5), (5, 7)):
             cache.start_forward(ctx, Batch(range(start, stop), [0] * (stop - start)))
             cache.put(ctx, ctx.from_numpy(key[start:stop]), ctx.from_numpy(value[start:stop]))
-            found = cache.attend(ctx, ctx.from_numpy(query[start:stop]), 0.4).to_numpy()
+            attended = cache.attend(ctx, ctx.from_numpy(query[start:stop]), 0.4).to_numpy()
             for i in range(start, stop):
                 expected = reference_attention(query[i], key[: i + 1], value[: i + 1], 0.4)
-                np.testing.assert_allclose(found[i - start], expected, rtol=1e-4, atol=1e-5)
+                np.testing.assert_allclose(attended[i - start], expected, rtol=1e-4, atol=1e-5)
 
     @attends
     def test_a_query_of_another_number_of_tokens_is_refused(self, rig: MakeRig) -> None:

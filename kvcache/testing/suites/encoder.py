@@ -1,4 +1,4 @@
-"""The encoder cache: each sequence reads its own encoder output, whatever becomes of the others."""
+"""The encoder cache: each sequence reads its own encoder output, whatever happens to the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ml import DType
 class EncoderTests(CacheCase):
     @pytest.fixture
     def encoders(self, backend: ml.Backend, ctx: ml.Context) -> Callable[..., EncoderRig]:
-        """``encoders(dtype, config, max_sequences)``: an encoder cache and a dict, side by side."""
+        """``encoders(dtype, config, max_sequences)``: an encoder cache and its model."""
         return lambda *args, **named: EncoderRig(backend, ctx, *args, **named)
 
     @pytest.mark.parametrize("permuted", [False, True], ids=["values by row", "permuted v"])
@@ -33,7 +33,7 @@ class EncoderTests(CacheCase):
         _, _, mask = r.cache.get(r.ctx)
         assert isinstance(mask, ml.Tensor)
         drawn = ["".join(".x"[int(seen)] for seen in row) for row in mask.to_numpy() == 0]
-        # Parts in the order of sequences: one row of 0, four of 1, three of 2; three rows of padding.
+        # Output in the order of sequences: one row of 0, four of 1, three of 2; three rows of padding.
         expected = [".....xxx", "x.......", ".....xxx", ".xxxx...", "x......."] + 3 * ["........"]
         assert drawn == expected
 
@@ -75,7 +75,7 @@ class EncoderTests(CacheCase):
         r.cache.init(backend, DType.F32, 4, 16, 8)
         for rig in (r, other):
             assert rig.cache.restore(2, snapshot)
-            rig.held = {2: Output(1, 1, 3)}
+            rig.outputs = {2: Output(1, 1, 3)}
             rig.look(computes=False)
 
     @pytest.mark.parametrize("dtype", ["Q8_0", "F8_E4M3", "F32/Q4_0"])

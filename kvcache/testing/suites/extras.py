@@ -1,4 +1,4 @@
-"""Layers that store less than keys and values, or more, and attention over rows that a model has chosen."""
+"""Layers that store less or more than keys and values, and attention over rows chosen by the model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHOOSING = {
 BATCHES = (
     ([0, 1, 2, 3], [0, 0, 0, 0]),  # a prompt
     ([4], [0]),  # a token
-    ([2, 0, 1, 5, 0], [1, 1, 1, 0, 2]),  # others, unordered
+    ([2, 0, 1, 5, 0], [1, 1, 1, 0, 2]),  # several sequences, unordered
     ([3, 6, 1], [1, 0, 2]),  # a token each
     ([11], [0]),  # a gap
 )
@@ -96,9 +96,11 @@ class ExtrasTests(CacheCase):
         history = r.cache.get(r.ctx)[0].shape[0]
         query = r.ctx.from_numpy(r.setup.rows.queries(1, 1), r.setup.computed)
         chosen = np.arange(-1, max(history, r.cache.cells), dtype=np.int32)[None]
-        found = r.cache.attend(r.ctx, query, 0.5, select=r.ctx.from_numpy(chosen)).to_numpy()
-        np.testing.assert_allclose(found, r.cache.attend(r.ctx, query, 0.5).to_numpy(), rtol=1e-5, atol=1e-5)
-        assert np.isfinite(found).all()
+        attended = r.cache.attend(r.ctx, query, 0.5, select=r.ctx.from_numpy(chosen)).to_numpy()
+        np.testing.assert_allclose(
+            attended, r.cache.attend(r.ctx, query, 0.5).to_numpy(), rtol=1e-5, atol=1e-5
+        )
+        assert np.isfinite(attended).all()
 
     def test_latents_are_stored_once_and_values_are_a_view_of_them(self, rig: MakeRig) -> None:
         apart, once = rig(replace(BOTH, latent=False, extra=False)), rig(replace(BOTH, extra=False))
@@ -137,10 +139,10 @@ class ExtrasTests(CacheCase):
                 cache.put(ctx, ctx.zeros((3, 1, 4), DType.F32), extra={**extra, "one number": some})
             assert cache.get_extra(ctx, "one number").to_numpy().tolist() == [1] * 6
             for name, array in host.items():
-                found = cache.get_extra(ctx, name)
-                assert found.dtype is DType[name]
+                read_back = cache.get_extra(ctx, name)
+                assert read_back.dtype is DType[name]
                 twice = np.concatenate([array, array])
-                np.testing.assert_array_equal(found.to_numpy().astype(np.int64), twice)
+                np.testing.assert_array_equal(read_back.to_numpy().astype(np.int64), twice)
 
     @pytest.mark.parametrize("case", WRONG)
     def test_what_a_layer_does_not_store_is_refused_and_leaves_all_as_it_was(
@@ -155,10 +157,10 @@ class ExtrasTests(CacheCase):
         for name, wrong in (changes.get("extra") or {}).items():
             shape, dtype = ((2, 3), wrong) if isinstance(wrong, DType) else (wrong, DType.I32)
             extra[name] = r.ctx.zeros(shape, dtype)
-        given = {"v_dim": r.setup.rows.value_dim, **changes}
-        given["extra"] = None if changes.get("extra", 1) is None else extra
+        options = {"v_dim": r.setup.rows.value_dim, **changes}
+        options["extra"] = None if changes.get("extra", 1) is None else extra
         with pytest.raises(kvcache.InvalidRangeError, match=match):
-            r.cache.put(r.ctx, r.ctx.zeros((2, values.KV_HEADS, values.KEY_DIM), DType.F32), **given)
+            r.cache.put(r.ctx, r.ctx.zeros((2, values.KV_HEADS, values.KEY_DIM), DType.F32), **options)
         r.check_seen()
         r.drain()
 
@@ -222,7 +224,7 @@ class ExtrasTests(CacheCase):
         self, backend: ml.Backend, ctx: ml.Context
     ) -> None:
         cache = kvcache.WrapperCache(kvcache.CausalCache(), kvcache.EncoderCache())
-        cache.set_config(ml.CacheConfig())  # as they are: the backend may ask for padding or permuted values
+        cache.set_config(ml.CacheConfig())  # the default: the backend may request padding or permuted values
         cache.init(backend, DType.F32, 1, 8, 4)
         cache.start_forward(ctx, Batch([0], [0]))
         cache.put(ctx, ctx.full((1, 1, 4), 2, DType.F32), v_dim=3, extra={"x": ctx.zeros((1, 2), DType.I32)})
@@ -240,7 +242,7 @@ class ExtrasTests(CacheCase):
 
 @contextlib.contextmanager
 def _cache(backend: ml.Backend) -> Iterator[kvcache.CausalCache]:
-    """A cache of one sequence, which shows what it stores as it is, closed at the end."""
+    """A cache of one sequence without padding or permutation, closed at the end."""
     cache = kvcache.CausalCache()
     cache.set_config(ml.CacheConfig())
     cache.init(backend, DType.F32, 1, 8, 8)

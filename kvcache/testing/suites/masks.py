@@ -1,7 +1,7 @@
-"""Who sees whom, as matrices.
+"""Masks as matrices.
 
-A case is a list of batches. Tokens are written sequence:position and get the letters a, b, c, ... in
-the order in which they come, over all batches. Below each batch: a line per query, a column per token.
+A case is a list of batches. Tokens are written sequence:position and are lettered a, b, c, ... in order over
+all batches. Below each batch: a line per query, a column per token.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ CASES: dict[str, tuple[Setup, list[Step]]] = {
 
 
 def walk(ctx: ml.Context, cache: kvcache.CausalCache, steps: list[Step]) -> None:
-    """Run the batches and compare what every query sees with the matrices."""
+    """Run the batches, and compare what every query sees with the matrices."""
     stored = 0
     for step in steps:
         pairs = step.pairs()
@@ -193,11 +193,11 @@ def walk(ctx: ml.Context, cache: kvcache.CausalCache, steps: list[Step]) -> None
         cache.put(ctx, ctx.from_numpy(key), ctx.from_numpy(value))
         if step.lifted:
             cache.set_causal(ctx, except_=step.lifted)
-        found = {
+        actual = {
             _letter(token): {_letter(other) for other in seen.values()}
             for token, seen in zip(ids.tolist(), look(cache, ctx, len(pairs)), strict=True)
         }
-        assert found == step.sees()
+        assert actual == step.sees()
 
 
 def _letter(token: int) -> str:
@@ -212,7 +212,7 @@ class MaskTests(CacheCase):
         for arranged in ARRANGEMENTS.values():
             walk(ctx, replace(setup, config=arranged).make(backend), steps)
 
-    # The form of the mask. What ``look`` checks everywhere: 0 and -inf only, rows and columns padded.
+    # The form of the mask. ``look`` always checks that it has only 0 and -inf, and the padding.
 
     @pytest.mark.parametrize("mask_dtype", [DType.F32, DType.F16, DType.BF16])
     def test_rows_and_columns_are_rounded_up_to_the_padding(self, rig: MakeRig, mask_dtype: DType) -> None:
@@ -240,8 +240,8 @@ class MaskTests(CacheCase):
             r.forward(positions, 0, lifted)
             key, _, mask = r.cache.get(r.ctx)
             assert mask is expected
-            found = values.decode(key.to_numpy().astype(np.float32))[1]
-            assert found.tolist() == list(range(positions[-1] + 1)), "rows lie in the order of positions"
+            stored = values.decode(key.to_numpy().astype(np.float32))[1]
+            assert stored.tolist() == list(range(positions[-1] + 1)), "rows lie in the order of positions"
 
     @pytest.mark.parametrize(
         ("setup", "batches"),

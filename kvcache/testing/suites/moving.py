@@ -1,4 +1,4 @@
-"""What is shared, removed, shifted, defragmented and evicted: the answers that are known without a model."""
+"""Sharing, removing, shifting, defragmenting and evicting, with expected results that need no model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ml.testing.samples import converted
 
 class MovingTests(CacheCase):
     long_run: ClassVar[int] = 5_000
-    """Tokens of the long run; a lazy framework may want fewer."""
+    """Tokens of the long run; a lazy framework may need fewer."""
 
     # Shared.
 
@@ -42,12 +42,12 @@ class MovingTests(CacheCase):
             assert plan.calls == []
             assert r.cache.free_cells == free
 
-    # Taken off, moved down, moved together.
+    # Removed, shifted, defragmented.
 
     @every_kind
     @every_arrangement
     def test_every_token_is_found_again(self, rig: MakeRig, kind: Setup, arranged: ml.CacheConfig) -> None:
-        """Of sequences that shared a prefix, lost their ends and middles, and were moved together."""
+        """For sequences that shared a prefix, lost their ends and middles, and were defragmented."""
         r = rig(kind, max_sequences=3, config=arranged, layers=2)
         for position in range(4):
             r.forward([position] * 3, [2, 0, 1])
@@ -67,25 +67,27 @@ class MovingTests(CacheCase):
     def test_what_was_put_is_read_bit_for_bit(
         self, rig: MakeRig, floats: list[DType], dtype: DType, arranged: ml.CacheConfig
     ) -> None:
-        """Negative zeros, infinities, subnormals, ties: in a run of cells, in scattered ones, and alone."""
+        """Negative zeros, infinities, subnormals, ties: in a run of cells, in scattered cells, and in a
+        single cell.
+        """
         if dtype not in floats:
             pytest.skip(f"declared absent: {dtype.name}")
-        given, expected = (part.reshape(26, 2, 26) for part in converted(DType.F32, dtype))
+        source, expected = (part.reshape(26, 2, 26) for part in converted(DType.F32, dtype))
         r = rig(dtype=dtype, capacity=26, max_batch=20, config=arranged)
         for tokens, sequences in (([i // 2 for i in range(20)], [0, 1] * 10), (range(10, 25), 0), ([25], 0)):
             r.cache.remove(1, 0)
             r.cache.start_forward(r.ctx, Batch(tokens, np.resize(sequences, len(tokens)).tolist()))
             r.cache.set_layer(0)
-            r.cache.put(r.ctx, *(r.ctx.from_numpy(part[[*tokens]]) for part in (given, given[::-1])))
+            r.cache.put(r.ctx, *(r.ctx.from_numpy(part[[*tokens]]) for part in (source, source[::-1])))
         key, value, mask = r.cache.get(r.ctx)
         seen = mask_of(mask, 1, key.shape[0], arranged)[0]
         wide = value.permute(r.ctx, 2, 0, 1) if arranged.permuted_v else value
-        for found, right in ((key, expected), (wide, expected[::-1])):
-            assert found.dtype is dtype
-            assert sorted(map(bytes, bits(found.to_numpy()[seen]))) == sorted(map(bytes, bits(right)))
+        for actual, right in ((key, expected), (wide, expected[::-1])):
+            assert actual.dtype is dtype
+            assert sorted(map(bytes, bits(actual.to_numpy()[seen]))) == sorted(map(bytes, bits(right)))
 
     def test_cells_in_any_order_come_apart_and_together(self, rig: MakeRig) -> None:
-        """Every arrangement of four neighbours, two of each sequence: swaps and cycles among them."""
+        """Every arrangement of four neighbouring cells, two of each sequence, including swaps and cycles."""
         for order in permutations(range(4)):
             r = rig(max_sequences=2, capacity=4)
             r.forward([place // 2 for place in order], [place % 2 for place in order])
@@ -220,7 +222,7 @@ class MovingTests(CacheCase):
         order = [int(np.flatnonzero((found_value == row).all(axis=(1, 2)))[0]) for row in left]
         np.testing.assert_allclose(key.to_numpy()[seen][order], expected, rtol=1e-5, atol=1e-5)
 
-    # Evicted.
+    # Eviction.
 
     @every_kind
     @every_arrangement
@@ -312,7 +314,9 @@ class MovingTests(CacheCase):
     def test_a_token_leaves_when_the_next_batch_no_longer_needs_it(
         self, rig: MakeRig, setup: Setup, passes: list[list[int] | None], stored: list[int]
     ) -> None:
-        """``None`` is a pass of another sequence: with several, a window keeps one more than it shows."""
+        """``None`` is a pass of another sequence: with several sequences, a window keeps one position more
+        than it shows.
+        """
         r = rig(setup)
         for positions in passes:
             assert r.forward([0], 1) if positions is None else r.forward(positions, 0)
@@ -323,7 +327,7 @@ class MovingTests(CacheCase):
     def test_the_first_tokens_stay_while_the_window_slides(
         self, rig: MakeRig, arranged: ml.CacheConfig
     ) -> None:
-        """Through eviction, undo, sharing, snapshots and a change of the window's place."""
+        """After eviction, undo, sharing, snapshots and a move of the window."""
         r = rig(window=2, keep=3, max_sequences=3, capacity=40, layers=2, config=arranged)
         r.forward(range(8), 0)
         r.forward([8, 9, 10], 0)
@@ -333,7 +337,7 @@ class MovingTests(CacheCase):
         r.forward([11, 11, 12], [0, 1, 0])
         assert r.cache.positions(0).tolist()[:3] == [0, 1, 2]
         assert r.cache.held()[0] == 3 + 3 + 2, "the first, the window with one more, and the batch"
-        r.forward([16, 12], [0, 1])  # after a gap the window is all that comes in the batch
+        r.forward([16, 12], [0, 1])  # after a gap, the batch alone fills the window
         r.start_and_undo([30], [0])
         assert r.cache.visible(0) == 3 + 1
         assert r.cache.restore(2, snapshot)
@@ -371,7 +375,7 @@ class MovingTests(CacheCase):
     ) -> None:
         tokens, batch = self.long_run, 32
         cache = kvcache.SlidingWindowCache(64)
-        cache.set_config(ml.CacheConfig())  # whatever padding the backend asks for
+        cache.set_config(ml.CacheConfig())  # without the backend's padding
         cache.init(backend, DType.F32, 1, tokens, batch)
         key, one = ctx.zeros((batch, 1, 2), DType.F32), ctx.zeros((1, 1, 2), DType.F32)
         figures = set()

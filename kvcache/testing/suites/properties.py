@@ -14,16 +14,16 @@ from ml import DType
 
 PARTS = 8
 SHOWN = 3
-"""Failures after which a test runs no more traces: making each of them short takes many runs."""
+"""A test stops after this many failing traces, since shrinking each takes many runs."""
 
 
 class PropertyTests(CacheCase):
     traces: ClassVar[int] = 100
-    """How many seeded traces of the attention caches to run."""
+    """The number of seeded traces of the attention caches."""
     quantized_traces: ClassVar[int] = 8
     state_traces: ClassVar[int] = 24
     encoder_traces: ClassVar[int] = 24
-    """How many of the quantized, the recurrent and the encoder cache."""
+    """The numbers of traces of the quantized, the recurrent and the encoder cache."""
 
     @pytest.mark.parametrize("part", range(PARTS))
     def test_random_traces_agree_with_the_model(

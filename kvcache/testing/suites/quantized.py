@@ -1,4 +1,4 @@
-"""Storage formats: within their bounds; refusals. What traces store in them comes back bit by bit."""
+"""Storage formats: error bounds and refusals. Traces check their content bit by bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = {
     "Q8_0": 1 / 225, "Q4_0": 1 / 7.9, "F8_E4M3": 1 / 15.9,
     **{name: 2.01 / (2**bits - 1) for name, (bits, _) in AFFINE.items()},
 }  # fmt: skip
-"""By format how far a value may lie from what it was, in peaks of its block, at most."""
+"""By format, the largest error of a value, relative to the peak of its block."""
 PAIRS = ("Q8_0/Q4_0", "F8_E4M3/F16", "F16/AFFINE4_64", "BF16/F16")
 BLOCKED = [name for name in STEPS if name != "F8_E4M3"]
 ROUNDING = {DType.F32: 0.0, DType.F16: 2.0**-11, DType.BF16: 2.0**-8}
@@ -32,7 +32,7 @@ BYTES = {
     "F16": 2.0, "Q8_0": 34 / 32, "Q4_0": 18 / 32, "F8_E4M3": 132 / 128,
     **{name: bits / 8 + 8 / group for name, (bits, group) in AFFINE.items()},
 }  # fmt: skip
-"""Of a value in heads of 128, put as F32."""
+"""Bytes per value for heads of 128, put as F32."""
 ARRANGEMENTS = {
     "head major": ml.CacheConfig(),
     "token major": ml.CacheConfig(layout=Layout.TOKEN_MAJOR),
@@ -61,7 +61,9 @@ class QuantizedTests(CacheCase):
         self, ctx: ml.Context, quantized: Make, name: str, activations: DType, config: ml.CacheConfig,
         declared: ml.Features,
     ) -> None:  # fmt: skip
-        """Rows of very different magnitudes, of every float, and attention over what is read back."""
+        """Rows of very different magnitudes, in every float dtype, and attention over the values read
+        back.
+        """
         if activations not in declared.dtypes:
             pytest.skip(f"declared absent: {activations}")
         cache = quantized(name, config)
@@ -78,36 +80,36 @@ class QuantizedTests(CacheCase):
             key, value, mask = cache.get(ctx)
             assert key.dtype is value.dtype is activations
             seen = mask_of(mask, stop - first, key.shape[0], config)[-1]
-            found = [key.to_numpy().astype(np.float32), value.to_numpy().astype(np.float32)]
+            read_back = [key.to_numpy().astype(np.float32), value.to_numpy().astype(np.float32)]
             if config.permuted_v:
-                found[1] = found[1].transpose(2, 0, 1)
-            for read, part, one in zip(found, host, (stored.key, stored.value), strict=True):
+                read_back[1] = read_back[1].transpose(2, 0, 1)
+            for read, part, one in zip(read_back, host, (stored.key, stored.value), strict=True):
                 wanted = part[:stop].astype(np.float32)
                 slack = one.bound(wanted, activations) + ROUNDING[activations] * 1.1 * np.abs(wanted).max()
                 assert (np.abs(read[seen] - wanted) <= slack).all()
             query = rng.normal(size=(stop - first, 4, KEY_DIM)).astype(np.float32) / 32
             if activations is DType.F32:
                 out = cache.attend(ctx, ctx.from_numpy(query), 0.2).to_numpy()[-1]
-                wanted = reference_attention(query[-1], found[0][seen], found[1][seen], 0.2)
+                wanted = reference_attention(query[-1], read_back[0][seen], read_back[1][seen], 0.2)
                 np.testing.assert_allclose(out, wanted, rtol=2e-5, atol=2e-5)
 
     @every_format
     def test_a_backends_own_way_gives_the_bits_of_the_generic_body(
         self, backend: ml.Backend, ctx: ml.Context, declared: ml.Features, name: str
     ) -> None:
-        """On a device MLX's kernels may round the codes of groups another way: within a step there."""
+        """On a device, MLX's kernels may round the codes of groups differently: by at most one step."""
         if not declared.has("matmul") or not isinstance(backend, ml.SupportsKVStorage):
-            pytest.skip("it has no way of its own")
+            pytest.skip("it has no own conversion")
         skip_undeclared(backend, name)
         stored, rng = open_format(name), np.random.default_rng(8)
         x = rng.normal(size=(30, HEADS, KEY_DIM)).astype(np.float32) * 4.0 ** rng.integers(-3, 4, (30, 1, 1))
         x[0], x[1], x[2] = 0, np.abs(x[1]), -np.abs(x[2])
-        found = []
+        codes = []
         with only_protocol(backend).new_context() as plain:
             for place in (ctx, plain):
                 parts = stored.encode(place, place.from_numpy(x.astype(np.float32)))
-                found.append([*parts, stored.decode(place, parts, KEY_DIM)])
-        own, generic = ([part.to_numpy() for part in parts] for parts in found)
+                codes.append([*parts, stored.decode(place, parts, KEY_DIM)])
+        own, generic = ([part.to_numpy() for part in parts] for parts in codes)
         if name in AFFINE and backend.devices[0].kind != "cpu":
             assert (np.abs(own[-1] - generic[-1]) <= 2 * stored.bound(x, DType.F32)).all()
             return
@@ -117,12 +119,12 @@ class QuantizedTests(CacheCase):
 
     @every_format
     def test_no_bound_is_wider_than_the_format_needs(self, name: str) -> None:
-        """Independently of what the format says of itself: so far in blocks whose peak is 1."""
+        """Measured in blocks whose peak is 1, independently of the format's declared bound."""
         x = np.random.default_rng(6).uniform(-1, 1, (64, KEY_DIM)).astype(np.float32)
         x[:, ::32] = 1
-        found = CacheFormat.of(name).key.bound(x, DType.F32)
-        assert found.shape == x.shape
-        assert found.max() <= STEPS[name]
+        bound = CacheFormat.of(name).key.bound(x, DType.F32)
+        assert bound.shape == x.shape
+        assert bound.max() <= STEPS[name]
 
     @every_format
     def test_zeros_come_back_as_zeros_and_the_peak_of_a_block_nearly_exact(
@@ -133,9 +135,9 @@ class QuantizedTests(CacheCase):
         key[1, 0, 5], key[2, 1, 40] = -3.0, 0.125
         cache.start_forward(ctx, Batch([0, 1, 2], [0, 0, 0]))
         cache.put(ctx, ctx.from_numpy(key), ctx.from_numpy(key))
-        found = cache.get(ctx)[0].to_numpy()[:3]
-        assert (found[0] == 0).all()
-        np.testing.assert_allclose(found, key, rtol=2.0**-10, atol=1e-6)
+        read_back = cache.get(ctx)[0].to_numpy()[:3]
+        assert (read_back[0] == 0).all()
+        np.testing.assert_allclose(read_back, key, rtol=2.0**-10, atol=1e-6)
 
     def test_bytes_per_token_are_those_of_the_formats(self, backend: ml.Backend, ctx: ml.Context) -> None:
         for name in (*BYTES, "F16/Q4_0", "Q8_0/AFFINE4_64"):
@@ -168,7 +170,7 @@ class QuantizedTests(CacheCase):
                 before = backend.memory().allocated
                 with pytest.raises(kvcache.InvalidRangeError, match="blocks are") as caught:
                     cache.put(ctx, key, value)
-                assert f"head_dim {refused[0]} " in str(caught.value)  # which holds on to what was allocated
+                assert f"head_dim {refused[0]} " in str(caught.value)  # the error keeps no allocated buffers
                 assert cache.nbytes == 0
                 assert backend.memory().allocated <= before
 

@@ -1,4 +1,4 @@
-"""Passes that store nothing: those that only read, and those that reserve the largest shapes."""
+"""Passes that store nothing: read-only passes, and those that reserve the largest shapes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ReadingTests(CacheCase):
         r.forward([0, 1, 0], [0, 0, 1])
         r.start([2, 1], [0, 1])
         r.put(layers=1)
-        for read_only in (False, True):  # as after a pass that failed between two layers
+        for read_only in (False, True):  # also after a pass that failed between two layers
             if read_only:
                 assert r.read([1], [0])
             r.check_seen(layers=1)
@@ -86,11 +86,11 @@ class ReadingTests(CacheCase):
     def test_layers_that_share_anothers_keys_and_values_attend_to_them(
         self, backend: ml.Backend, ctx: ml.Context
     ) -> None:
-        """As the upper layers of Gemma 3n and of YOCO do: they put nothing, and name the layer that did."""
+        """Like the upper layers of Gemma 3n and YOCO, which put nothing and name the layer that does."""
         cache = Setup(layers=2).make(backend)
         rng = np.random.default_rng(4)
         key, value, query = (rng.standard_normal((9, 2, 6)).astype(np.float32) for _ in range(3))
-        source = {0: 0, 1: 1, 2: 0, 3: 1}  # layers 2 and 3 share those of 0 and 1
+        source = {0: 0, 1: 1, 2: 0, 3: 1}  # layers 2 and 3 share the keys and values of 0 and 1
         for positions in (range(6), [6], [7, 8]):
             first, stop = positions[0], positions[-1] + 1
             cache.start_forward(ctx, Batch(positions, [0] * len(positions)))
@@ -99,11 +99,11 @@ class ReadingTests(CacheCase):
                 if layer == stored:
                     new = (ctx.from_numpy(part[first:stop] + layer) for part in (key, value))
                     cache.put(ctx, *new)
-                found = cache.attend(ctx, ctx.from_numpy(query[first:stop] - layer), 0.4).to_numpy()
+                attended = cache.attend(ctx, ctx.from_numpy(query[first:stop] - layer), 0.4).to_numpy()
                 for i in range(first, stop):
                     seen = key[: i + 1] + stored, value[: i + 1] + stored
                     expected = reference_attention(query[i] - layer, *seen, 0.4)
-                    np.testing.assert_allclose(found[i - first], expected, rtol=1e-4, atol=1e-5)
+                    np.testing.assert_allclose(attended[i - first], expected, rtol=1e-4, atol=1e-5)
 
     # The other caches.
 
@@ -152,8 +152,8 @@ class ReadingTests(CacheCase):
         assert mask.shape == (-(-4 // arranged.mask_batch_padding) * arranged.mask_batch_padding, cells)
         assert mask.dtype is arranged.mask_dtype
         if declared.has("matmul"):
-            found = r.cache.attend(r.ctx, r.ctx.from_numpy(values.queries(0, 4)), 1.0)
-            assert found.shape == (4, values.HEADS, wide[2])
+            attended = r.cache.attend(r.ctx, r.ctx.from_numpy(values.queries(0, 4)), 1.0)
+            assert attended.shape == (4, values.HEADS, wide[2])
         for first in (0, 3, 6):
             r.forward([first, first + 1, first + 2, first], [0, 0, 0, 1])
             r.reserve(5)
@@ -161,7 +161,7 @@ class ReadingTests(CacheCase):
         r.forward([9], [0])
         r.cache.start_forward(
             r.ctx, Batch([8, 9, 100], [0, 0, 1]), reserve=True
-        )  # what is stored, and far on
+        )  # stored positions, and one far beyond
         r.check_figures()
         r.drain()
 

@@ -1,4 +1,4 @@
-"""The recurrent cache: states that follow their tokens, wherever the sequences go."""
+"""The recurrent cache: states stay with the tokens of their sequences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MakeStates = Callable[..., StateRig]
 class RecurrentTests(CacheCase):
     @pytest.fixture
     def states(self, backend: ml.Backend, ctx: ml.Context) -> MakeStates:
-        """``states(**changes)``: a recurrent cache and its model, side by side."""
+        """``states(**changes)``: a recurrent cache and its model."""
         return lambda **changes: StateRig(replace(StateSetup(), **changes), backend, ctx)
 
     @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2), (2, 0), (0, 2, 0, 2), (1, 0, 2, 0, 1)])
@@ -39,7 +39,7 @@ class RecurrentTests(CacheCase):
         r.drain()
 
     def test_states_have_the_dtypes_that_the_class_says(self, backend: ml.Backend, ctx: ml.Context) -> None:
-        for dtype, given, expected in (
+        for dtype, requested, expected in (
             (DType.F32, None, DType.F32),
             (DType.F16, None, DType.F16),
             (DType.F16, DType.F32, DType.F32),
@@ -48,7 +48,7 @@ class RecurrentTests(CacheCase):
             ((DType.F16, DType.Q4_0), None, DType.F32),
         ):
             skip_undeclared(backend, dtype, expected)
-            cache = kvcache.RecurrentCache(CONV, DELTA, conv_dtype=given)
+            cache = kvcache.RecurrentCache(CONV, DELTA, conv_dtype=requested)
             cache.init(backend, dtype, 2, 8, 8)
             cache.start_forward(ctx, Batch([0, 0], [1, 0]))
             assert cache.conv_state(ctx, 0).dtype is expected
@@ -79,7 +79,7 @@ class RecurrentTests(CacheCase):
     def test_a_sequence_goes_back_to_any_position_inside_a_pass(
         self, states: MakeStates, delivery: str, how: str
     ) -> None:
-        """As drafted tokens ask for it: in two sequences, interleaved, and twice in one pass."""
+        """As rejected drafts require: in two interleaved sequences, and twice in one pass."""
         for right in range(1, 5):
             r = states(states=how, checkpoints=0)
             r.forward(0, 0, 1)
@@ -126,7 +126,7 @@ class RecurrentTests(CacheCase):
         r.drain()
 
     def test_sharing_a_state_calls_no_backend_and_takes_no_memory(self, backend: ml.Backend) -> None:
-        """Nor do snapshots of it, while its slot is not written."""
+        """Neither do snapshots, until the slot is written."""
         plan = Plan()
         limited = only_protocol(backend, plan)
         with limited.new_context() as ctx:

@@ -1,4 +1,4 @@
-"""Snapshots of attention caches: copied out to the host, cut, joined and put back, bit by bit."""
+"""Snapshots of attention caches: copied out to the host, split, merged and restored, bit by bit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SnapshotTests(CacheCase):
 
     @staticmethod
     def filled(setup: Setup, backend: ml.Backend, ctx: ml.Context) -> CopyRig:
-        """Sequence 0 holds six tokens, the first ones scattered between the two of 1."""
+        """Sequence 0 has six tokens, the first ones interleaved with the two of sequence 1."""
         r = CopyRig(setup, backend, ctx)
         for position in range(2):
             r.forward([position, position], [0, 1])
@@ -66,7 +66,7 @@ class SnapshotTests(CacheCase):
     def test_a_snapshot_fits_any_arrangement_of_the_same_cache(
         self, backend: ml.Backend, ctx: ml.Context, setup: Setup, arranged: ml.CacheConfig
     ) -> None:
-        """Also one that has stored nothing; and what it says there is the same, bit by bit."""
+        """Including a cache that has stored nothing; its restored content is the same, bit by bit."""
         source = self.filled(setup, backend, ctx)
         target = CopyRig(replace(setup, config=arranged), backend, ctx)
         target.next_token = source.next_token
@@ -84,7 +84,7 @@ class SnapshotTests(CacheCase):
     def test_a_window_gets_of_another_ones_snapshot_what_it_would_hold_or_nothing(
         self, backend: ml.Backend, ctx: ml.Context, setup: Setup, taken_of: tuple[int, ...], where: str
     ) -> None:
-        """Both narrower and wider ones, that keep fewer and more first tokens."""
+        """Narrower and wider windows that keep fewer and more first tokens."""
         source = CopyRig(_with_window(setup, taken_of), backend, ctx)
         for batch in (range(3), range(3, 7), [7], [8], [9]):
             source.forward(batch, 0)

@@ -69,7 +69,7 @@ def test_a_model_is_named_by_its_files(tmp_path: Path) -> None:
     before = identity_of_model(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"Weights")
     assert identity_of_model(str(tmp_path)) != before
-    with pytest.raises(UnknownModelError, match="no files tell which weights 'nowhere/none' has"):
+    with pytest.raises(UnknownModelError, match="no local files identify the weights of 'nowhere/none'"):
         identity_of_model("nowhere/none")
 
 

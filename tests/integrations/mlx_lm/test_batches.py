@@ -218,7 +218,7 @@ def test_rows_join_or_merge_only_when_right_padding_was_finalized(model: Any) ->
         lambda: alone[0].extend(batch[0]),
         lambda: type(batch[0]).merge([alone[0], batch[0]]),
     ):
-        with pytest.raises(kvcache.OrderError, match=r"\[0, 4\] tokens to come.*call finalize\(\) first"):
+        with pytest.raises(kvcache.OrderError, match=r"\[0, 4\] tokens remaining.*call finalize\(\) first"):
             refused()
     model(padded[:, 4:], cache=batch)
     for entry in batch:

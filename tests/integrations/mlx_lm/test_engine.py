@@ -126,7 +126,7 @@ def test_prefixes_are_found_for_the_adapters_that_computed_them() -> None:
         assert reused == [0, 0, 13, 13]
         engine.submit([5, *prompt], ENDLESS)
         layers[0].scale = 8.0
-        with pytest.raises(RequestError, match="have changed, and requests that began before are not done"):
+        with pytest.raises(RequestError, match="have changed, while earlier requests are unfinished"):
             engine.submit(prompt, ENDLESS)
 
 

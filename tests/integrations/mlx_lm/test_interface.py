@@ -71,7 +71,7 @@ class TestKeysAndValues:
         assert isinstance(one.make_mask(2, window_size=2), mx.array)
         one.update_and_fetch(marked(4, 5), marked(4, 5))
         other.update_and_fetch(marked(6), marked(6))
-        with pytest.raises(kvcache.OrderError, match="another order"):
+        with pytest.raises(kvcache.OrderError, match="not in the order of positions"):
             one.keys_and_values()
 
 
@@ -102,7 +102,7 @@ class TestAnEntryThatIsNeverUsed:
 
     def test_raises_where_it_is_used_nevertheless(self) -> None:
         (entry,) = CachePool([Attention(used=False)], capacity=16).make_prompt_cache()
-        with pytest.raises(kvcache.OrderError, match="layer 0, which the model left alone"):
+        with pytest.raises(kvcache.OrderError, match="layer 0, which the model did not use"):
             entry.update_and_fetch(marked(1), marked(1))
 
 

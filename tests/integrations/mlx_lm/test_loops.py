@@ -235,7 +235,7 @@ def test_a_pass_that_fails_half_way_is_noticed_and_can_be_made_good(
     with pytest.raises(TypeError):
         model(mx.array([prompt[9:11]]), cache=prompt_cache)
     layer.mlp = inner
-    with pytest.raises(kvcache.OrderError, match="failed half way"):
+    with pytest.raises(kvcache.OrderError, match="failed midway"):
         model(mx.array([prompt[9:11]]), cache=prompt_cache)
     at = rewind(prompt_cache, 9)
     assert at in (0, 9)
@@ -260,7 +260,7 @@ def test_another_prompt_cache_in_the_middle_of_a_pass_is_refused() -> None:
     x = marked([1])
     one[0].update_and_fetch(x, x)
     two[0].update_and_fetch(x, x)
-    with pytest.raises(kvcache.OrderError, match="in the middle"):
+    with pytest.raises(kvcache.OrderError, match="during this one's pass"):
         one[1].update_and_fetch(x, x)
 
 
@@ -354,7 +354,7 @@ def test_a_state_that_is_set_outside_of_a_call_is_refused() -> None:
     """Only a mask, K and V, or the call of the model tell how many tokens a pass has."""
     entry = make_prompt_cache(mlx_lm_types.build("mamba"), capacity=8)[0]
     assert entry[0] is None
-    with pytest.raises(kvcache.OrderError, match="layer 0 is set before any entry was asked for a mask"):
+    with pytest.raises(kvcache.OrderError, match="layer 0 is set before any entry made a mask"):
         entry[0] = mx.zeros((1, 2, 60))
 
 
@@ -436,7 +436,7 @@ def test_rows_that_a_model_does_not_tell_apart_are_refused_where_its_calls_tell_
     pool = CachePool(layers_of(model), capacity=32, max_sequences=4)
     rows = [models.prompt_of(n, seed=n) for n in (5, 7)]
     caches = [pool.make_prompt_cache() for _ in rows]
-    with pytest.raises(kvcache.NotSupportedError, match="prepare: padding, which this model takes"):
+    with pytest.raises(kvcache.NotSupportedError, match="prepare: padding, which this model treats"):
         models.run_batch(model, rows, caches, 6)
     mixed = caches[0][2]
     mixed.update_and_fetch(*[mx.zeros((1, 1, 3, 12))] * 2)

@@ -165,14 +165,14 @@ def test_the_model_is_named_by_its_files_and_what_changes_them(tmp_path: Path) -
     write_model(tmp_path, b"Weights")
     assert identity_of_server(args)["files"] != plain["files"]
     for unknown in (None, SimpleNamespace(**{**vars(args), "load_format": "dummy"})):
-        with pytest.raises(UnknownModelError, match="no files tell which weights"):
+        with pytest.raises(UnknownModelError, match="no local files identify the weights"):
             identity_of_server(unknown)
 
 
 def test_an_adapter_without_files_is_refused(tmp_path: Path) -> None:
     args = SimpleNamespace(model_path=write_model(tmp_path), dtype="auto", load_format="auto")
     missing = SimpleNamespace(lora_name="x", lora_path=str(tmp_path / "no"))
-    with pytest.raises(UnknownModelError, match=r"which weights the adapter '.*' has"):
+    with pytest.raises(UnknownModelError, match=r"the weights of the adapter '.*'"):
         identity_of_server(args, [missing])
 
 
@@ -185,7 +185,7 @@ def test_a_draft_model_is_named_by_its_files_wherever_they_lie(tmp_path: Path) -
 
     assert identity("a", "draft") == identity("b", "draft") != identity("c", "draft", b"others")
     assert "sglang" not in identity("d", "model")  # layers of the model itself
-    with pytest.raises(UnknownModelError, match=r"which weights the draft model '.*' has"):
+    with pytest.raises(UnknownModelError, match=r"the weights of the draft model '.*'"):
         identity("e", "no")
 
 

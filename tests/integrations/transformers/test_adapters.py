@@ -145,9 +145,9 @@ def tuned(kind: str, folder: Path) -> Any:
     ("kind", "why"),
     [
         ("LORA", "starts at the last invocation"),
-        ("ADAPTION_PROMPT", "do not tell whether they are disabled"),
+        ("ADAPTION_PROMPT", "do not expose whether they are disabled"),
         ("LILY", "weighs its experts by all tokens of a pass"),
-        ("SHADOW", "keys and values are in no cache"),
+        ("SHADOW", "keys and values are not cached"),
         ("XLORA", "evaluates each pass twice"),
     ],
 )
@@ -303,7 +303,7 @@ def test_an_engine_finds_prefixes_for_the_adapters_that_computed_them() -> None:
         engine.submit(other, settings)
         engine.step()
         made.set_adapter("one")
-        with pytest.raises(RequestError, match="have changed, and requests that began before are not done"):
+        with pytest.raises(RequestError, match="have changed, while earlier requests are unfinished"):
             engine.submit(ids[0].tolist(), settings)
         while engine.busy:
             engine.step()

@@ -364,11 +364,11 @@ class TestGoingBack:
             cache.restore(snapshot)
         before, mask = cache.fork(), torch.ones(2, 30)
         with pytest.raises(
-            InvalidRangeError, match=r"position 29 for 1 new tokens behind 19 .*10 were removed"
+            InvalidRangeError, match=r"position 29 for 1 new tokens after 19 .*10 were removed"
         ):
             hf.generate(made, {"input_ids": ids[:, 29:], "attention_mask": mask}, cache)
         mask[0, :3] = 0
-        with pytest.raises(InvalidRangeError, match=r"30 columns for 1 new tokens behind 19 .*must have 20"):
+        with pytest.raises(InvalidRangeError, match=r"30 columns for 1 new tokens after 19 .*must have 20"):
             made(ids[:, 29:], attention_mask=mask, cache=cache)
         given = {"input_ids": ids[:, 29:], "attention_mask": torch.ones(2, 20)}
         found = hf.generate(made, given, cache, max_new_tokens=1)
@@ -424,7 +424,7 @@ class TestGoingBack:
             with pytest.raises(ml.DeviceError):
                 hf.feed(made, cache, ids[:, 10:13])
         assert cache.get_seq_length() == 10
-        with pytest.raises(InvalidRangeError, match="brings 1 tokens of 2 rows, in a pass of 3"):
+        with pytest.raises(InvalidRangeError, match="puts 1 tokens of 2 rows, in a pass of 3"):
             hf.feed(made, cache, ids[:, 10:11])
         hf.close(hf.feed(made, cache, ids[:, 10:13]), hf.fresh(made, ids[:, :10], ids[:, 10:13]))
 
@@ -492,7 +492,7 @@ class TestSharing:
                 (InvalidRangeError, TypeError), match=r"a mask of 1|rows \[\] of 2|indices is a"
             ):
                 cache.batch_select_indices(wrong)
-        with pytest.raises(InvalidRangeError, match=r"keep one at least, or call reset\(\)"):
+        with pytest.raises(InvalidRangeError, match=r"keep at least one, or call reset\(\)"):
             cache.batch_repeat_interleave(0)
         assert torch.equal(cache.layers[0].keys, held[0])
 

@@ -225,9 +225,9 @@ class TestFixedShapes:
             plain.crop(length)
             hf.close(hf.feed(made, cache, other), hf.feed(made, plain, other))
         for either in (cache, plain):
-            with pytest.raises(InvalidRangeError, match="cannot keep 20 tokens; the cache holds 16"):
+            with pytest.raises(InvalidRangeError, match="cannot keep 20 tokens; the cache has 16"):
                 either.crop(20)
-            with pytest.raises(InvalidRangeError, match="cannot take back 30 tokens; the cache holds 16"):
+            with pytest.raises(InvalidRangeError, match="cannot take back 30 tokens; the cache has 16"):
                 either.crop(-30)
         cache.reset()
         plain.reset()
@@ -287,7 +287,9 @@ def test_a_cache_shows_what_it_holds() -> None:
 
 def test_a_cache_of_fixed_shapes_is_not_copied_and_none_is_pickled() -> None:
     config = hf.model("llama").config
-    with pytest.raises(NotSupportedError, match=r"deepcopy: an HFStaticCache, .* HFCache is copied"):
+    with pytest.raises(
+        NotSupportedError, match=r"deepcopy: an HFStaticCache, .* HFCache, which can be copied"
+    ):
         copy.deepcopy(HFStaticCache(config, capacity=8))
     for cache in (HFCache(config), HFStaticCache(config, capacity=8)):
         with pytest.raises(NotSupportedError, match=r"pickle: .*HFCache\.save\(store, key\) keeps"):
@@ -386,7 +388,7 @@ def test_growing_says_that_the_pass_of_a_fork_is_to_be_taken_back_first(name: st
     with pytest.raises(KeyError):
         hf.feed(made, fork, hf.tokens(1, 1))
     failing.remove()
-    with pytest.raises(OrderError, match=r"capacity=100 .* crop\(-n\) .* reset\(\), on the one"):
+    with pytest.raises(OrderError, match=r"capacity=100 .* crop\(-n\) .* reset\(\), on that cache"):
         cache.reserve(100)
     fork.reset()
     cache.reserve(100)

@@ -230,7 +230,7 @@ def test_mistakes_are_named() -> None:
             prefix.generate(hf.tokens(2))
         with pytest.raises(TypeError, match="cache_implementation is given; the HFPrefixCache passes"):
             prefix.generate(ids, cache_implementation="static", **OPTIONS)
-        with pytest.raises(AttributeError, match="call generate of the HFPrefixCache itself"):
+        with pytest.raises(AttributeError, match="call the HFPrefixCache's own generate"):
             made.generate(ids, past_key_values=prefix, **OPTIONS)
         with pytest.raises(InvalidRangeError, match="a prompt of 13 tokens; there is room for 12"):
             prefix.generate(hf.tokens(1, 13), **OPTIONS)
@@ -414,7 +414,7 @@ def test_inputs_beside_the_tokens_are_refused_and_those_that_say_nothing_are_not
     made, ids = hf.model("llama"), hf.tokens(1, 9)
     with HFPrefixCache(made, capacity=64) as prefix:
         for name, value in (("position_ids", torch.arange(40, 49)[None]), ("pixel_values", [torch.ones(3)])):
-            with pytest.raises(NotSupportedError, match=f"{name} is given beside the tokens"):
+            with pytest.raises(NotSupportedError, match=f"{name} is given besides the tokens"):
                 prefix.generate(ids, **{name: value}, **OPTIONS)
         found = prefix.generate(ids, token_type_ids=torch.zeros_like(ids), **OPTIONS)
         assert torch.equal(found, plain(made, ids))
@@ -424,7 +424,7 @@ def test_types_of_tokens_that_the_model_embeds_are_refused_even_where_all_are_ze
     config = transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4)
     made, ids = transformers.GPT2LMHeadModel(config).eval(), hf.tokens(1, 9)
     with HFPrefixCache(made, capacity=64) as prefix:
-        with pytest.raises(NotSupportedError, match="token_type_ids is given beside the tokens"):
+        with pytest.raises(NotSupportedError, match="token_type_ids is given besides the tokens"):
             prefix.generate(ids, token_type_ids=torch.zeros_like(ids), **OPTIONS)
         assert not prefix.stats.sessions
 
@@ -586,7 +586,7 @@ def test_conversations_are_no_longer_than_keys_are_rotated_by_position_alone(kin
         for count in (6, 8, 7):
             ids = hf.tokens(1, count)
             assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
-        told = f"of more than {longest} the model rotates all keys otherwise"
+        told = f"beyond {longest} the model rotates all keys differently"
         with pytest.raises(InvalidRangeError, match=told):
             prefix.generate(hf.tokens(1, longest + 1), **OPTIONS)
         ids = hf.tokens(1, longest - 3)  # whose answer is cut short
@@ -619,7 +619,7 @@ def test_mamba_is_refused_behind_a_wrapper_too(wrapped: str, monkeypatch: pytest
         made = peft.get_peft_model(made, peft.LoraConfig(target_modules=["in_proj"], task_type="CAUSAL_LM"))
     else:
         made = torch.compile(made, backend="eager")
-    with pytest.raises(NotSupportedError, match=r"Mamba2ForCausalLM\.generate\(\) starts again"):
+    with pytest.raises(NotSupportedError, match=r"Mamba2ForCausalLM\.generate\(\) ignores the states"):
         HFPrefixCache(made, capacity=64)
     monkeypatch.setattr(cache_module, "ALL_CACHE_NAMES", ["past_key_values"])  # before transformers 5.24
     assert cache_module.cache_argument(made) == "cache_params"

@@ -305,7 +305,7 @@ class TestDtypes:
         config = hf.model("llama").config
         keys = torch.randn(1, 2, 3, 16)
         cache = HFCache(config, capacity=8)
-        with pytest.raises(ml.DTypeError, match=r"layer 0 brings F32.*BF16.*dtype=torch.float32"):
+        with pytest.raises(ml.DTypeError, match=r"layer 0 puts F32.*BF16.*dtype=torch.float32"):
             cache.update(keys.bfloat16(), keys, 0)
         wide = HFCache(config, capacity=8, dtype=torch.float32)
         found = wide.update(keys.bfloat16(), keys, 0)

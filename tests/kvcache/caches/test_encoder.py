@@ -31,8 +31,8 @@ def test_items_name_the_sequences_that_receive(encoders: Callable[..., EncoderRi
     r.start([1, 4, 5, 1], [0, 1, 1, 2], items=[2, 3])
     r.put(4, 1)
     r.check(computes=False)
-    assert r.held[0].position == 0
-    assert r.held[1].position == 5
+    assert r.outputs[0].position == 0
+    assert r.outputs[1].position == 5
     with pytest.raises(kvcache.InvalidRangeError):
         r.cache.start_forward(r.ctx, Batch([0], [0], multimodal=[(1, None)]))
     r.check(computes=False)
@@ -102,7 +102,7 @@ def test_an_output_goes_with_the_token_it_came_with(
     r.put(2)
     r.copy_prefix(0, 1, 4)
     r.remove(0, begin, end)
-    assert (r.held[0].position if 0 in r.held else None) == left
+    assert (r.outputs[0].position if 0 in r.outputs else None) == left
     r.look(computes=False)
     if left is not None:
         r.remove(0, left)
@@ -150,7 +150,7 @@ def test_an_output_is_restored_with_its_token_and_what_is_put_later_is_not_in_it
     r.start([3, 0, 4], [0, 1, 2])
     r.put(3, 1, 2, layers=[0])
     early = r.cache.snapshot(0)
-    for layer, parts in ((3, [r.held[seq].rows(3) for seq in range(3)]),):
+    for layer, parts in ((3, [r.outputs[seq].rows(3) for seq in range(3)]),):
         r.cache.set_layer(layer)
         rows = (r.ctx.from_numpy(np.concatenate([part[i] for part in parts])) for i in range(2))
         r.cache.put(r.ctx, *rows, lengths=(3, 1, 2))
@@ -166,13 +166,13 @@ def test_reserving_stores_no_output(encoders: Callable[..., EncoderRig]) -> None
     r = encoders()
     r.start([0], [0])
     r.put(2)
-    held = dict(r.held)
+    held = dict(r.outputs)
     r.cache.start_forward(r.ctx, Batch([1, 0], [0, 1]), reserve=True)
     r.cache.set_layer(0)
     key = r.ctx.zeros((8, values.KV_HEADS, values.KEY_DIM), DType.F32)
     r.cache.put(r.ctx, key, key)
     assert r.cache.get(r.ctx)[0].shape[0] == 8
-    r.held = held
+    r.outputs = held
     r.look(computes=False)
     assert not r.cache.encoder_cached(1)
 

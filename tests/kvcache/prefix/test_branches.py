@@ -281,7 +281,7 @@ def test_branches_share_their_encoder_output(backend: ml.Backend, ctx: ml.Contex
     r.put(3, 2)
     size = r.cache.nbytes
     branches.fork(r.cache, 0, [1, 2])
-    r.held |= {1: r.held[0], 2: r.held[0]}
+    r.outputs |= {1: r.outputs[0], 2: r.outputs[0]}
     r.start([1, 1, 1], [2, 0, 1])
     r.check(computes=False)
     branches.keep(r.cache, 2, 0, [1])

@@ -405,7 +405,7 @@ def test_a_plugin_checks_an_address_before_it_is_probed(install: Install) -> Non
 @pytest.mark.parametrize(
     ("record", "name", "error"),
     [
-        ("no record", "plugin0", r"gave 'no record'; it returns one kvcache.stores.StoreSpec"),
+        ("no record", "plugin0", r"returned 'no record'; it must return one kvcache.stores.StoreSpec"),
         (
             spec(open=lambda url: None),
             "mine",

@@ -156,7 +156,7 @@ def test_a_full_store_refuses_and_keeps_no_memory(backend: Backend, tmp_path: Pa
     one = backend(f"file://{tmp_path / 'small'}?budget=200")
     memory = chunk(one, 1)
     future = one.submit_put_task(key(1), memory)
-    with pytest.raises(Exception, match="no store took the chunk m@1@0@1@bfloat16"):
+    with pytest.raises(Exception, match="no store accepted the chunk m@1@0@1@bfloat16"):
         future.result(20)
     assert memory.get_ref_count() == 1
     assert not one.contains(key(1))
@@ -166,7 +166,7 @@ def test_a_model_whose_files_are_not_here_and_unknown_options_are_refused(
     backend: Backend, caplog: Any
 ) -> None:
     for options, told in (
-        ({"identity": None}, "no files tell which weights 'm' has"),
+        ({"identity": None}, "no local files identify the weights of 'm'"),
         ({"threads": 0}, "kvcache.threads=0; it must be at least 1"),
         ({"stores": "memory:"}, "'kvcache.stores' is not an option"),
     ):

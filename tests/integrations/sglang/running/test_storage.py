@@ -249,7 +249,8 @@ def test_options_and_models_that_are_not_known_are_errors(url: str, tmp_path: Pa
     with pytest.raises(InvalidRangeError, match="threads=0; it must be at least 1"):
         storage(pool, url, extra={"threads": 0})
     with pytest.raises(
-        UnknownModelError, match=r'no files tell which weights the model has; name them in .*"identity"'
+        UnknownModelError,
+        match=r'no local files identify the weights of the model; name them in .*"identity"',
     ):
         storage(pool, url, extra={"identity": None})
     with pytest.raises(InvalidRangeError, match="3 slots for 1 pages; there must be 4 for each"):
