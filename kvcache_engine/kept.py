@@ -54,16 +54,27 @@ class Conversation:
         return count
 
 
+def _weights_of(identity: Mapping[str, Any]) -> str:
+    """What an engine's identity says of the weights: the digest of their files, or of all but the dtype."""
+    if "files" in identity:
+        return str(identity["files"])
+    weights = {name: value for name, value in identity.items() if name != "dtype"}
+    return _digest(weights)
+
+
 class KeptConversations:
     """The conversations with one model that are kept in the existing folder of a store.
 
-    ``model`` identifies the model, like the "files" of an engine's identity; ``decode`` returns the text of
-    tokens, for people to read. A failed write is logged once and tried again with the next change.
+    ``model`` is the engine's identity, of which the weights alone count, or a name of these; ``decode``
+    returns the text of tokens, for people to read. A failed write is logged once and tried again with the
+    next change.
     """
 
-    def __init__(self, store: Path, model: str, decode: Callable[[Sequence[int]], str]) -> None:
-        self.folder = store / FOLDER / model[:16]
-        self._model, self._decode = model, decode
+    def __init__(
+        self, store: Path, model: Mapping[str, Any] | str, decode: Callable[[Sequence[int]], str]
+    ) -> None:
+        self._model, self._decode = model if isinstance(model, str) else _weights_of(model), decode
+        self.folder = store / FOLDER / self._model[:16]
         self._seen: dict[str, File] = {}
         self.failed: dict[str, str] = {}
         """The conversations whose last change could not be kept, by name, with the reason."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ml
 from kvcache import CacheFormat, bytes_text
-from kvcache.cache import CacheDType
+from kvcache.cache import CacheDType, InvalidRangeError
 from kvcache_engine.config import ModelSizes
 from kvcache_engine.errors import CapacityError
 
@@ -29,7 +29,11 @@ def cache_bytes(
     total = config.state_bytes(max_sequences, capacity)
     for layer, shape in config.cached_layers.items():
         tokens = config.cached_tokens(layer, max_sequences, capacity, max_batch)
-        total += tokens * shape.nbytes(stored, activations)
+        try:
+            total += tokens * shape.nbytes(stored, activations)
+        except InvalidRangeError as error:
+            why = str(error).removeprefix("put: ")
+            raise InvalidRangeError(f"cache_dtype={stored}: {why}") from error
     return total
 
 

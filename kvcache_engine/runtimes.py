@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +16,7 @@ from kvcache_engine.errors import ModelError
 from kvcache_engine.language_model import LanguageModel
 from kvcache_engine.loading import load_config
 
-__all__ = ["Runtime", "load_foreign", "runtime_for", "sampling_defaults"]
+__all__ = ["Runtime", "load_foreign", "runtime_for", "runtime_of", "sampling_defaults"]
 
 
 class Runtime(StrEnum):
@@ -77,6 +78,11 @@ def runtime_for(path: Path, asked: Runtime | None = None) -> Runtime:
                 else str(error)
             ) from None
         return found[0]
+
+
+def runtime_of(identity: Mapping[str, Any]) -> Runtime:
+    """The runtime that has a model of this identity; OWN also where the others have it, too."""
+    return next((runtime for runtime in _MODELS if runtime.package in identity), Runtime.OWN)
 
 
 def load_foreign(runtime: Runtime, path: Path, backend: ml.Backend, dtype: ml.DType) -> LanguageModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -9,8 +10,10 @@ from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+
 import ml
-from kvcache.cache import InvalidRangeError, NotSupportedError, OrderError, check_whole
+from kvcache.cache import ClosedError, InvalidRangeError, NotSupportedError, OrderError, check_whole
 from kvcache.prefix.options import PrefixOptions
 from kvcache.prefix.prefix_cache import PrefixCache, PrefixStats, Session
 from kvcache.snapshots.layer_shapes import Layers
@@ -45,11 +48,13 @@ def check_known(
     for name in options:
         if name not in known:
             other = (theirs or {}).get(name)
-            remedy = f"it is called {other} here" if other in known else f"known: {', '.join(known)}"
+            similar = "".join(f"; do you mean {one!r}?" for one in difflib.get_close_matches(name, known, 1))
+            listed = f"known: {', '.join(known)}{similar}"
+            remedy = f"it is called {other} here" if other in known else listed
             raise error(f"{op}: no option {name!r}; {remedy}")
 
 
-def check_missing(op: str, prompt: int, held: int, count: int, drafts: int = MOST_DRAFTS) -> None:
+def check_missing(op: str, prompt: int, held: int, count: int, drafts: int = 0) -> None:
     """Refuse a pass over tokens that a conversation's cache has already: OrderError.
 
     The conversation was begun with ``prompt`` tokens (0: not known), of which the cache has ``held``. A pass
@@ -59,7 +64,8 @@ def check_missing(op: str, prompt: int, held: int, count: int, drafts: int = MOS
     if held < prompt and count > most:
         raise OrderError(
             f"{op}: {count} tokens from position {held} on, in a conversation of {prompt} tokens; give the "
-            "model only what is missing, session.remaining; extend the session before a further turn"
+            f"model only what is missing, session.remaining ({prompt - held}; prefill returns or leaves the "
+            "last one); extend the session before a further turn"
         )
 
 
@@ -83,17 +89,23 @@ class Conversation:
         """That of the SharedPrefixes: held by the thread whose call is made."""
         return self._owner.lock
 
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt and all tokens that were added."""
+        tokens: list[Any] = list(self._session.tokens)
+        return tokens
+
     def extend(self, tokens: Sequence[int]) -> None:
         """Tell what was generated, or is said next: later conversations may share it once it is evaluated."""
         with self.lock:
+            self._owner.check_ids("extend", tokens)
             self._session.extend(tokens)
             self._rows.prompt = len(self._session.tokens)
 
     @property
     def remaining(self) -> list[int]:
         """The tokens to evaluate next: of the prompt, and of ``extend``, what the cache lacks."""
-        tokens: list[Any] = list(self._session.tokens)
-        return tokens[self._held() :]
+        return self.tokens[self._held() :]
 
     def _parts(self, size: int) -> Iterator[tuple[int, int]]:
         """Where the parts of ``remaining`` but its last token begin and end, for a pass each.
@@ -102,7 +114,13 @@ class Conversation:
         is whole, whatever comes next.
         """
         check_whole("prefill", "size", size, least=1)
-        session, begin = self._session, self._held()
+        session = self._session
+        if session.closed:
+            raise ClosedError(
+                "prefill: the conversation is closed; begin another with its tokens, and prefill that before "
+                "it is closed"
+            )
+        begin = self._held()
         session.extend([])
         last = len(session.tokens) - 1
         while begin < last:
@@ -183,6 +201,31 @@ class SharedPrefixes(Closing):
                 f"{op}: tiers= of a model split over {ranks} ranks, whose heads differ under the same keys; "
                 "leave tiers= out, or use kvcache_engine.Engine on a model loaded with group="
             )
+
+    def vocabulary(self) -> int | None:
+        """How many token ids the model's embedding has; None: not known."""
+        raise NotImplementedError
+
+    def check_open(self, op: str) -> None:
+        """Raise ClosedError after ``close``."""
+        if self.prefix.closed:
+            raise ClosedError(f"{op}: the {type(self).__name__} is closed; make a new one")
+
+    def check_ids(self, op: str, tokens: Sequence[int]) -> None:
+        """Refuse ids that the model has no embedding of, which some devices read past its end."""
+        size = self.vocabulary()
+        try:
+            ids = np.asarray(tokens)
+        except ValueError:
+            return  # the PrefixCache says what is wrong
+        if size is None or ids.dtype.kind not in "iu" or not ids.size:
+            return
+        for id in (int(ids.min()), int(ids.max())):
+            if not 0 <= id < size:
+                raise InvalidRangeError(
+                    f"{op}: token {id}; the model's ids are 0 to {size - 1}: does the tokenizer belong to "
+                    "another model?"
+                )
 
     @property
     def stats(self) -> PrefixStats:

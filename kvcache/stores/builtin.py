@@ -152,9 +152,10 @@ def _open_file(url: str | None = None, **options: Any) -> SnapshotStore:
 
 def _share_of_disk(folder: Path) -> int:
     """The budget of a folder for which none was given: a tenth of its file system, and at least 1 GiB."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    disk = os.statvfs(folder)
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    disk = os.statvfs(existing)
     limit = max(1 << 30, disk.f_frsize * disk.f_blocks // 10)
     log.info(
         "%s: a store of at most %d bytes, a tenth of its disk; budget= sets another limit", folder, limit

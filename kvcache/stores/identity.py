@@ -16,12 +16,17 @@ _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
 
-def identity_of(path: Path | str, dtype: ml.DType | str) -> dict[str, str]:
+_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""What frameworks call the dtypes of activations."""
+
+
+def identity_of(path: Path | str, dtype: object) -> dict[str, str]:
     """The ``identity=`` of a model loaded from files: a digest of the files, and the dtype it computes in.
 
-    ``path`` is a folder with config.json and weights, or a .gguf file; ``dtype`` (or its name) is F32, F16 or
-    BF16. Two models have the same identity exactly if their config.json files are equivalent and their weight
-    files are equal byte for byte; their location and the backend do not matter. All weights are read once.
+    ``path`` is a folder with config.json and weights, or a .gguf file; ``dtype`` is F32, F16 or BF16, or the
+    same of torch, MLX or NumPy, or a name of it. Two models have the same identity exactly if their
+    config.json files are equivalent and their weight files are equal byte for byte; their location and the
+    backend do not matter. All weights are read once.
 
     >>> from kvcache.stores import identity_of
     >>> identity_of("model", "BF16")  # doctest: +SKIP
@@ -29,9 +34,11 @@ def identity_of(path: Path | str, dtype: ml.DType | str) -> dict[str, str]:
 
     Raises UnknownModelError if there is no model, DTypeError for another dtype.
     """
-    path, name = Path(path), dtype if isinstance(dtype, str) else getattr(dtype, "name", "")
-    if name not in ("F32", "F16", "BF16"):
-        raise ml.DTypeError(f"identity_of: dtype={dtype!r}; it must be F32, F16 or BF16")
+    path, name = Path(path), _dtype_name(dtype)
+    if name is None:
+        raise ml.DTypeError(
+            f"identity_of: dtype={dtype!r}; it must be F32, F16 or BF16, or a framework's dtype of these"
+        )
     whole = (path / "config.json").is_file() and any((path / name).is_file() for name in (_SINGLE, _INDEX))
     if not whole and (not path.is_file() or path.suffix == ".json"):
         raise UnknownModelError(
@@ -39,6 +46,14 @@ def identity_of(path: Path | str, dtype: ml.DType | str) -> dict[str, str]:
             "model was loaded from (of a model on the Hub: huggingface_hub.snapshot_download(name))"
         )
     return {"files": files_digest(path), "dtype": name}
+
+
+def _dtype_name(dtype: object) -> str | None:
+    """As ``ml.DType`` calls it: "torch.float16", mlx.core.float16 and np.float16 are F16."""
+    shown = dtype.name if isinstance(dtype, ml.DType) else getattr(dtype, "__name__", str(dtype))
+    name = shown.rpartition(".")[2].strip().lower()
+    name = _NAMES.get(name, name.upper())
+    return name if name in _NAMES.values() else None
 
 
 def files_digest(path: Path) -> str:

@@ -406,7 +406,7 @@ def _kept(store: str, engine: Engine) -> KeptConversations | None:
             return None
         place = Path(path_of(place.partition("?")[0]))
     assert engine.tokenizer is not None
-    kept = KeptConversations(place, engine.identity["files"], engine.tokenizer.decode)
+    kept = KeptConversations(place, engine.identity, engine.tokenizer.decode)
     if not kept.writable:
         _say_aside(f"kvcache: {store} is read-only: this chat is not kept")
     if kept.others:

@@ -15,7 +15,7 @@ import ml
 from kvcache_engine.checkpoints.source import existing_model_path
 from kvcache_engine.config import ModelSizes
 from kvcache_engine.drafts import Draft, ModelDraft, prompt_lookup
-from kvcache_engine.errors import RequestError
+from kvcache_engine.errors import ModelError, RequestError
 from kvcache_engine.language_model import LanguageModel
 from kvcache_engine.loading import load_config, load_model
 from kvcache_engine.mtp import MTPDraft
@@ -73,7 +73,12 @@ class Drafting:
         if self.draft is None or self.draft in (LOOKUP, MTP):
             yield None if self.draft is None else MTPDraft(model) if self.mtp else prompt_lookup
             return
-        path = existing_model_path(Path(self.draft))
+        try:
+            path = existing_model_path(Path(self.draft))
+        except ModelError as error:
+            raise RequestError(
+                f"--draft {error}; it must be {LOOKUP}, {MTP} or a model (--draft-tokens is how many)"
+            ) from None
         runtime = runtime_for(path)
         if runtime is Runtime.OWN:
             self._check_vocabulary(load_config(path), model)

@@ -26,6 +26,7 @@ from kvcache_engine.engine import Engine, EngineOptions, Failed
 from kvcache_engine.fingerprint import model_identity
 from kvcache_engine.language_model import check_prompt, encode_prompt
 from kvcache_engine.requests import Finished, GenerationOptions
+from kvcache_engine.runtimes import runtime_of
 from kvcache_engine.saved import ConversationError, adopt, capture, check_target, read, write
 from kvcache_engine.tokenizer import Tokenizer
 from kvcache_engine.warm_up import warm_up
@@ -96,8 +97,8 @@ def load(
 ) -> None:
     """Continue a saved conversation, on any backend, without computing it again.
 
-    The model must be the one that it was saved with, run by the same --runtime. Weights and cache have the
-    same dtypes as then.
+    The model must be the one that it was saved with, and its --runtime the same, unless that is known to
+    compute the same keys and values. Weights and cache have the same dtypes as then.
 
     Example: kvcache load genesis.kv --prompt " And God said" --max-tokens 32
     """
@@ -114,9 +115,13 @@ def load(
         with opened(place, saved.dtype, screen, head) as loaded:
             config, identity = loaded.config, model_identity(loaded)
             if identity != saved.model:
+                theirs, own = runtime_of(saved.model), runtime_of(identity)
                 raise ConversationError(
-                    f"{file} was saved with another model than {path}, or by another --runtime; give those "
-                    "with --model and --runtime"
+                    f"{file} was saved with another model than {path}: its config.json or weights differ; "
+                    "give that with --model"
+                    if theirs is own
+                    else f"{file} was saved with another --runtime: it is of a model of {theirs.value}, and "
+                    f"{path} is one of {own.value}; give --runtime {theirs.value}, and its --model"
                 )
             tokens = [*saved.tokens, *tokenizer.encode_more(prompt, config.max_positions)]
             check_prompt(tokens, config, config.max_positions)

@@ -297,7 +297,8 @@ def _name(given: str | None, model: Path | None, path: Path) -> str:
 def _opened(place: Place, dtypes: Dtypes, room: Room, events: Events, drafting: Drafting) -> Iterator[Engine]:
     """Backend, model and engine, in the thread that uses them."""
     path = place.path
-    tiers: list[Tier] = [HostTier(room.host_memory), *map(named_store, room.store or ())]
+    host = HostTier(parse_bytes(room.host_memory, "--host-memory"))
+    tiers: list[Tier] = [host, *map(named_store, room.store or ())]
     with place.loaded(dtypes.weights, mtp=drafting.mtp) as model:
         warm_up(model.backend)
         options = drafting.options(room.engine_options(dtypes))

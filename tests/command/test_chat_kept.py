@@ -107,7 +107,7 @@ def test_with_every_kind_of_cache(
     def talk(texts: Sequence[str], tiers: Sequence[Path]) -> tuple[list[int], int, list[str]]:
         """The conversation, what of it came from the store, and its answers."""
         with Engine(model, tokenizer, EngineOptions(max_sequences=2), tiers) as engine:
-            kept = KeptConversations(store, engine.identity["files"], tokenizer.decode) if tiers else None
+            kept = KeptConversations(store, engine.identity, tokenizer.decode) if tiers else None
             conversations, answers = Conversations(engine, tokenizer, kept=kept), []
             for text in texts:
                 *_, last = conversations.say(text, settings)

@@ -17,6 +17,7 @@ import torch
 import transformers
 
 import kvcache_engine.runtimes as runtimes
+from kvcache.stores import identity_of
 from kvcache_engine import ModelError, Tokenizer, bundled_model
 from kvcache_engine.runtimes import Runtime, runtime_for, sampling_defaults
 
@@ -114,7 +115,78 @@ def test_a_saved_conversation_goes_on_with_the_model_and_runtime_that_it_is_of(
     assert [token for one in told for token in one["outputs"][0]["tokens"]] == expected
     assert told[1]["statistics"]["computed_tokens"] == 1
     other = run("load", path)
-    assert (other.exit_code, "saved with another model" in other.stderr) == (1, True)
+    assert other.exit_code == 1
+    assert "is of a model of transformers, and" in other.stderr
+    assert "give --runtime transformers, and its --model" in other.stderr
+
+
+LONG = 20
+"""More than a page of both texts in turn."""
+RUNTIMES = ("own", "transformers", "mlx-lm")
+
+
+def chatted(store: Path, runtime: str, *texts: str, folder: Path | None = None) -> list[dict[str, Any]]:
+    """The turns of a chat in this store."""
+    model = () if folder is None else ("--model", folder)
+    arguments = ("--runtime", runtime, "--store", store, "--json", "--max-tokens", 4)
+    result = run("chat", *model, *arguments, text="".join(f"{text}\n" for text in texts))
+    assert result.exit_code == 0, result.stderr
+    return [one for one in map(json.loads, result.stdout.splitlines()) if "prompt_tokens" in one]
+
+
+@pytest.mark.parametrize("first", RUNTIMES)
+def test_runtimes_that_compute_the_same_share_stores_and_files(first: str, tmp_path: Path) -> None:
+    """The bundled model: each goes on with what another has computed, and the prefix caches find it, too."""
+    pytest.importorskip("mlx_lm")
+    import mlx_lm
+
+    from kvcache.integrations.mlx_lm import MLXPrefixCache
+    from kvcache.integrations.transformers import HFPrefixCache
+
+    path, whole = tmp_path / "said.kv", generated(bundled_model(), prompts=(PROMPT,))[0]["tokens"]
+    made = ("save", "--prompt", PROMPT, "--max-tokens", 3, "--out", path, "--runtime", first)
+    assert run(*made).exit_code == 0
+    text = " ".join([PROMPT, OTHER] * LONG)
+    [begun] = chatted(tmp_path / "kept", first, text)
+    for runtime in RUNTIMES:
+        again = run("load", path, "--runtime", runtime, "--max-tokens", 3, "--json")
+        assert again.exit_code == 0, again.stderr
+        told = json.loads(again.stdout)
+        assert told["outputs"][0]["tokens"] == whole[3:]
+        assert told["statistics"]["computed_tokens"] == 1
+        copied = shutil.copytree(tmp_path / "kept", tmp_path / runtime)
+        [turn] = chatted(copied, runtime, OTHER)
+        assert turn["reused"] >= begun["prompt_tokens"] > 128
+    options = {"tiers": [tmp_path / "kept"], "identity": identity_of(bundled_model(), "F32")}
+    tokens = [*Tokenizer.load(bundled_model()).encode(text), 7]
+    torch_model = transformers.AutoModelForCausalLM.from_pretrained(bundled_model(), dtype=torch.float32)
+    mlx_model, _ = mlx_lm.utils.load_model(bundled_model())
+    mlx_model.set_dtype(mlx_lm.utils.mx.float32)
+    for prefix in (HFPrefixCache(torch_model, **options), MLXPrefixCache(mlx_model, **options)):
+        with prefix, prefix.begin(tokens) as session:
+            assert session.cached >= 128
+
+
+def test_runtimes_that_compute_otherwise_share_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """mlx-lm reads no ``rope_parameters`` of a Llama, and would rotate its keys with another base."""
+    pytest.importorskip("mlx_lm")
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    folder = saved(tmp_path / "llama", "llama", tie_word_embeddings=False, rope_parameters=rope)
+    path, text = tmp_path / "said.kv", " ".join([PROMPT, OTHER] * LONG)
+    by_itself = chatted(tmp_path / "alone", "mlx-lm", text, folder=folder)
+    for runtime in ("own", "transformers"):
+        chatted(tmp_path / "kept", runtime, text, folder=folder)
+    caplog.clear()
+    assert chatted(tmp_path / "kept", "mlx-lm", text, folder=folder) == by_itself
+    [line] = [one.getMessage() for one in caplog.records if "alone" in one.getMessage()]
+    assert "processes with mlx-lm alone: mlx-lm rotates keys by {'rope_theta': 10000.0" in line
+    arguments = ("--model", folder, "--runtime")
+    assert run("save", "--prompt", PROMPT, "--out", path, *arguments, "transformers").exit_code == 0
+    assert run("load", path, *arguments, "own").exit_code == 0
+    refused = run("load", path, *arguments, "mlx-lm")
+    assert (refused.exit_code, "it is of a model of own" in refused.stderr) == (1, True)
 
 
 def test_the_cache_of_a_run_is_drawn(folder: Path) -> None:

@@ -20,7 +20,7 @@ import ml
 from kvcache import CacheFullError, ClosedError, HostTier, InvalidRangeError, PrefixCache, Session
 from kvcache.caches import branches
 from kvcache.prefix.retention import Retention, TokenRange
-from kvcache.stores import MemoryStore, files_digest
+from kvcache.stores import MemoryStore, files_digest, identity_of
 from kvcache_engine.drafts import prompt_lookup
 from kvcache_engine.engine import Engine, EngineOptions, Failed, Request
 from kvcache_engine.errors import CapacityError, ModelError, RequestError, RunnerError
@@ -609,6 +609,11 @@ def test_the_identity_is_config_weights_and_dtype(make_model: Make, numpy_backen
     assert model_identity(load_model(first, numpy_backend)) == {"files": files_digest(first), "dtype": "F32"}
     half = load_model(first, numpy_backend, ml.DType.F16)
     assert model_identity(half)["dtype"] == "F16"
+    for dtype in (ml.DType.F16, "F16", "f16", "float16", np.float16, np.dtype("float16"), "torch.float16"):
+        assert identity_of(first, dtype) == model_identity(half)
+    for wrong in ("F64", np.int32, ml.DType.I32, None):
+        with pytest.raises(ml.DTypeError, match="must be F32, F16 or BF16"):
+            identity_of(first, wrong)
     assert files_digest(make_model(rope_theta=5000.0)) != files_digest(first)
     data = bytearray((second / "model.safetensors").read_bytes())
     data[-1] ^= 1

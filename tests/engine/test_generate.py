@@ -309,7 +309,8 @@ def test_cache_bytes_are_what_the_cache_allocates(small: Any) -> None:
     wide = replace(small.config, head_dim=32)
     assert cache_bytes(wide, ml.DType.Q8_0, 1, 32) == 2 * 32 * 2 * 2 * 34
     assert cache_bytes(wide, (ml.DType.Q8_0, "Q4_0"), 1, 32) == 2 * 32 * 2 * (34 + 18)
-    with pytest.raises(kvcache.InvalidRangeError, match=r"head_dim 8 .* choose a format without blocks \("):
+    refused = r"cache_dtype=Q8_0: head_dim 8 .* choose a format without blocks \("
+    with pytest.raises(kvcache.InvalidRangeError, match=refused):
         cache_bytes(small.config, ml.DType.Q8_0, 1, 32)
 
 

@@ -18,6 +18,7 @@ from mlx_lm.utils import load_model
 
 import ml
 from kvcache.cache import Batch, InvalidRangeError, NotSupportedError
+from kvcache.integrations.loaded_folder import LoadedFolder
 from kvcache.integrations.mlx_lm.adapters import Adapters
 from kvcache.integrations.mlx_lm.calls import parts_matter
 from kvcache.integrations.mlx_lm.layers import Attention, Recurrent, layers_of, wanted_by
@@ -76,6 +77,7 @@ class MLXModel(DrivenModel):
         mx.eval(model.parameters())  # now, and not by whichever thread asks first
         self._adapters = Adapters(model)
         self.model, self._config = model, dict(config or {})
+        self._folder: LoadedFolder | None = None
         self.backend = ml.open_backend("mlx") if backend is None else backend
         keep_whole_steps()
         self._layers, self._one_length = layers_tried(model, asked, self.backend)
@@ -91,9 +93,12 @@ class MLXModel(DrivenModel):
     @classmethod
     def load(cls, folder: str | os.PathLike[str], backend: ml.Backend, dtype: ml.DType) -> MLXModel:
         """The model in a folder, in ``dtype``, on a ``backend`` of MLX; quantized weights stay so."""
+        loaded = LoadedFolder(folder)
         made, config = load_model(Path(folder))
         made.set_dtype(_DTYPES[dtype])
-        return cls(made, config, backend)
+        model = cls(made, config, backend)
+        model._folder = loaded
+        return model
 
     def __repr__(self) -> str:
         return f"<MLXModel: {type(self.model).__module__}, one call of it has {self.layout.value}>"
@@ -112,7 +117,16 @@ class MLXModel(DrivenModel):
         return self._adapters.variant()
 
     def identity(self) -> dict[str, str]:
-        """Names the weights, the config and the dtype for stores: JSON-able. Reads all weights once."""
+        """Names the weights, the config and the dtype for stores: JSON-able. Reads all weights once.
+
+        Of a model from ``load``, ``kvcache.stores.identity_of`` its folder, which other runtimes have too, if
+        these compute the same keys and values from it; else the log says why not, and only processes with
+        mlx-lm have it.
+        """
+        if self._folder is not None:
+            rotation = {name: self._args.get(name) for name in ("rope_theta", "rope_scaling")}
+            if (shared := self._folder.identity(self.dtype, "mlx-lm", rotation)) is not None:
+                return shared
         total = hashlib.sha256()
         args = {**self._args, "text_config": _named(self._args.get("text_config"))}
         total.update(json.dumps(args, sort_keys=True, default=str).encode())

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
+from mlx.nn import Embedding, QuantizedEmbedding
 from mlx.nn.layers.distributed import AllToShardedLinear, QuantizedAllToShardedLinear
 from mlx_lm.generate import generate_step
 
@@ -33,6 +34,8 @@ _OF_CACHES = {
     "input_embeddings": "prefixes are found by tokens alone; call generate_step without MLXPrefixCache",
 }
 """Options of ``generate_step`` that prefixes leave no room for, and what takes their place."""
+_DRAWN = ("temp", "temperature", "top_p", "top_k", "min_p")
+_OF_SAMPLERS = "pass sampler=mlx_lm.sample_utils.make_sampler(temp=..., top_p=..., min_p=..., top_k=...)"
 
 
 class MLXSession(Conversation):
@@ -136,6 +139,7 @@ class MLXPrefixCache(SharedPrefixes):
             options["whole_blocks"] = True
         self.pool.sequences.give_away()
         self.lock = self.pool.lock
+        self._vocabulary = _rows_embedded(model)
         self._claims: dict[int, tuple[threading.Thread, float]] = {}
         """By sequence, who began the conversation that is open in it, and its part of the room."""
         try:
@@ -150,12 +154,14 @@ class MLXPrefixCache(SharedPrefixes):
         ``salt`` and ``shared`` say whose it is, as in ``PrefixCache.begin``. What adapters compute is shared
         among conversations with the same adapters, of the same content and scales.
         """
+        self.check_open("begin")
         room = self.pool.room
         if len(tokens) > room:
             raise InvalidRangeError(
                 f"begin: a prompt of {len(tokens)} tokens; the pool has room for {room}, answers "
                 "included: make the MLXPrefixCache with a larger capacity or max_sequences"
             )
+        self.check_ids("begin", tokens)
         claim = max(len(tokens), room / self.pool.sequences.max_sequences)
         with self.pool.lock:
             while self._is_full(claim):
@@ -165,6 +171,10 @@ class MLXPrefixCache(SharedPrefixes):
             session = self.prefix.begin(tokens, salt, shared, variant=variant)
             self._claims[session.seq] = threading.current_thread(), claim
             return MLXSession(self, session, variant)
+
+    def vocabulary(self) -> int | None:
+        """How many token ids the model's embedding has; None: not known."""
+        return self._vocabulary
 
     def _is_full(self, claim: float) -> bool:
         """Whether other threads, which will go on, hold what a conversation with such a claim needs."""
@@ -199,6 +209,10 @@ class MLXPrefixCache(SharedPrefixes):
         InvalidRangeError for options that a prompt cache takes when it is made, for embeddings, and for a
         prompt that does not fit.
         """
+        for name in options:
+            if name not in _OPTIONS:
+                remedy = _OF_SAMPLERS if name in _DRAWN else f"those of generate_step: {', '.join(_OPTIONS)}"
+                raise InvalidRangeError(f"generate: no option {name!r}; {remedy}")
         for name, remedy in _OF_CACHES.items():
             if options.get(name) is not None:
                 raise InvalidRangeError(f"generate: {name}={options[name]!r:.40}; {remedy}")
@@ -217,6 +231,9 @@ class MLXPrefixCache(SharedPrefixes):
                 for token, logprobs in steps:
                     said.append(int(token))
                     yield int(token), logprobs
+            except ClosedError:
+                self.check_open("generate")
+                raise
             except GeneratorExit:  # the caller has heard enough
                 with suppress(ClosedError):  # by the cache, meanwhile
                     session.extend(said)
@@ -231,7 +248,15 @@ class MLXPrefixCache(SharedPrefixes):
             self.pool.lock.tell()
 
 
-_MAX_TOKENS = int(inspect.signature(generate_step).parameters["max_tokens"].default)
+def _rows_embedded(model: Any) -> int | None:
+    """The rows of a model's largest embedding, behind which MLX reads whatever is there."""
+    kinds = (Embedding, QuantizedEmbedding)
+    parts = model.named_modules() if hasattr(model, "named_modules") else ()
+    return max((int(part.weight.shape[0]) for _, part in parts if isinstance(part, kinds)), default=None)
+
+
+_OPTIONS = inspect.signature(generate_step).parameters
+_MAX_TOKENS = int(_OPTIONS["max_tokens"].default)
 
 
 def _shapes(pool: CachePool) -> Mapping[int, LayerShape]:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvcache.cache import CacheFullError, InvalidRangeError, NotSupportedError, OrderError
-from kvcache.integrations.conversations import check_missing
+from kvcache.integrations.conversations import MOST_DRAFTS, check_missing
 from kvcache.integrations.mlx_lm.layers import entries_in
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.mlx_lm.sequences import SequencePool
@@ -199,7 +199,8 @@ class BatchRows(ClaimedRows):
     def _owned_pass(self, tokens: int, begins: list[int], counts: list[int]) -> ForwardPass:
         """A pass whose rows that add tokens have sequences of their own."""
         one = ForwardPass(tokens, list(self.lengths), begins, counts)
-        check_missing("update", self.prompt, one.before[0], one.counts[0])
+        drafts = 0 if self.rounds is None else MOST_DRAFTS
+        check_missing("update", self.prompt, one.before[0], one.counts[0], drafts)
         self.check_room("update", one.counts)
         self.pool.reclaim()
         for row, count in enumerate(counts):

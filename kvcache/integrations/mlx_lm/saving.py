@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvcache.cache import Batch, InvalidRangeError, NotSupportedError
+from kvcache.cache import Batch, CacheFullError, InvalidRangeError, NotSupportedError
 from kvcache.caches.windows import SlidingWindowCache
 from kvcache.integrations.mlx_lm.codes import codes_in
 from kvcache.integrations.mlx_lm.layer_cache import LayerCache
@@ -52,9 +52,15 @@ def load_prompt_cache(
         raise InvalidRangeError(
             f"load_prompt_cache: pool is a {type(pool).__name__}; it must be the CachePool to load into"
         )
-    found, metadata = mlx_caches.load_prompt_cache(file_name, return_metadata=True)
-    codes = codes_in(file_name, len(found), pool.storage.layers)
-    prompt_cache = _adopted(found, pool, tokens, codes)
+    try:
+        found, metadata = mlx_caches.load_prompt_cache(file_name, return_metadata=True)
+        codes = codes_in(file_name, len(found), pool.storage.layers)
+    except (ValueError, RuntimeError, LookupError, TypeError) as error:
+        raise InvalidRangeError(
+            f"load_prompt_cache: {file_name} cannot be read as what save_prompt_cache writes ({error}); "
+            "mlx_lm.load loads models, and kvcache load the files of kvcache save"
+        ) from error
+    prompt_cache = _adopted(found, pool, tokens, codes, "load_prompt_cache")
     return (prompt_cache, metadata) if return_metadata else prompt_cache
 
 
@@ -62,7 +68,8 @@ def adopt(prompt_cache: Sequence[Any], pool: CachePool, tokens: int | None = Non
     """A prompt cache of ``pool`` with what a prompt cache of mlx-lm's own classes holds; copies the data.
 
     Quantized entries are stored as they are where the pool has the same groups (``dtype="AFFINE4_64"``, say),
-    else read, and stored as the pool does.
+    else read, and stored as the pool does. Of a file that a quantized pool wrote, mlx-lm's own loader gives
+    values, which are quantized again: ``load_prompt_cache`` of this package takes the codes.
 
     mlx-lm's recurrent entries do not tell how many tokens they have seen. Where all layers are recurrent,
     ``tokens`` does; None counts them as one, so that ``offset`` and ``rewind`` are short by the rest.
@@ -71,19 +78,19 @@ def adopt(prompt_cache: Sequence[Any], pool: CachePool, tokens: int | None = Non
     NotSupportedError for other classes than those that ``CachePool`` stands in for, CacheFullError and
     SequencesTakenError where it does not fit. The pool is as it was then.
     """
-    return _adopted(prompt_cache, pool, tokens, {})
+    return _adopted(prompt_cache, pool, tokens, {}, "adopt")
 
 
 def _adopted(
-    prompt_cache: Sequence[Any], pool: CachePool, tokens: int | None, codes: Mapping[int, Codes]
+    prompt_cache: Sequence[Any], pool: CachePool, tokens: int | None, codes: Mapping[int, Codes], op: str
 ) -> list[Any]:
     """``codes``: what to store in place of K and V where the pool has the same format, by layer."""
     with pool.lock:
-        return _filled(pool, prompt_cache, tokens, codes)
+        return _filled(pool, prompt_cache, tokens, codes, op)
 
 
 def _filled(
-    pool: CachePool, prompt_cache: Sequence[Any], tokens: int | None, codes: Mapping[int, Codes]
+    pool: CachePool, prompt_cache: Sequence[Any], tokens: int | None, codes: Mapping[int, Codes], op: str
 ) -> list[Any]:
     layers, entries = pool.storage.layers, entries_in(prompt_cache)
     if len(prompt_cache) != len(pool.storage.entries) or len(entries) != len(layers):
@@ -99,13 +106,18 @@ def _filled(
     if not length:
         return made
     rows: BatchRows = made[0].rows
-    rows.check_room("adopt", [length])
+    rows.check_room(op, [length])
     pool.sequences.undo_unwritten()
     pool.sequences.occupy(rows.claimed[0])
     seq = rows.claimed[0].seq
     assert seq is not None
-    for cache in pool.storage.caches.tops:
-        _fill(pool.storage, cache, seq, contents, length)
+    try:
+        for cache in pool.storage.caches.tops:
+            _fill(pool.storage, cache, seq, contents, length)
+    except CacheFullError as error:
+        raise CacheFullError(error.asked, error.free, error.held, op) from error
+    except InvalidRangeError as error:
+        raise InvalidRangeError(f"{op}: the prompt cache was made for another model ({error})") from error
     rows.lengths = [length]
     pool.sequences.current = None
     return made

@@ -22,6 +22,7 @@ import transformers
 
 import ml
 from kvcache import Batch, NotSupportedError, StateCache, StateSpec
+from kvcache.integrations.loaded_folder import LoadedFolder
 from kvcache.integrations.rows.caches import ModelCaches
 from kvcache.integrations.rows.driven import LOOKBACK, DrivenModel, Layout, Sizes, positions_in
 from kvcache.integrations.transformers.adapters import Adapters
@@ -63,6 +64,7 @@ class TransformersModel(DrivenModel):
         check_model("TransformersModel", model)
         plan = _plan_of(model)
         self.model, self.plan = model, plan
+        self._folder: LoadedFolder | None = None
         self.device = device_of(model)
         self.dtype = dtype_of(model.dtype)
         self.backend = opened(backend, self.device, plan)
@@ -88,8 +90,15 @@ class TransformersModel(DrivenModel):
     @classmethod
     def load(cls, folder: str | os.PathLike[str], backend: ml.Backend, dtype: ml.DType) -> TransformersModel:
         """The model in a folder, in ``dtype``, on the first device of a torch ``backend``."""
-        made = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype(dtype))
-        return cls(made.to(backend.devices[0].name).eval(), backend)
+        loaded = LoadedFolder(folder)
+        made, report = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch_dtype(dtype), output_loading_info=True
+        )
+        if report["missing_keys"] or report["mismatched_keys"]:
+            loaded.doubt = "transformers has initialized weights that its files lack"
+        model = cls(made.to(backend.devices[0].name).eval(), backend)
+        model._folder = loaded
+        return model
 
     def __repr__(self) -> str:
         return f"<TransformersModel: {type(self.model).__name__}, one call of it has {self.layout.value}>"
@@ -109,7 +118,16 @@ class TransformersModel(DrivenModel):
         return self._adapters.variant()
 
     def identity(self) -> dict[str, str]:
-        """Names the weights, the config and the dtype for stores: JSON-able. Reads all weights once."""
+        """Names the weights, the config and the dtype for stores: JSON-able. Reads all weights once.
+
+        Of a model from ``load``, ``kvcache.stores.identity_of`` its folder, which other runtimes have too, if
+        these compute the same keys and values from it; else the log says why not, and only processes with
+        transformers have it.
+        """
+        if self._folder is not None:
+            rotation = {"rope_parameters": getattr(self.model.config, "rope_parameters", None)}
+            if (shared := self._folder.identity(self.dtype, "transformers", rotation)) is not None:
+                return shared
         total = hashlib.sha256()
         config = self.model.config.to_diff_dict()
         for name in ("_name_or_path", "transformers_version", "_attn_implementation"):

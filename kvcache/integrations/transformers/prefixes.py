@@ -15,7 +15,13 @@ import torch
 import ml
 from kvcache import InvalidRangeError, KVCacheError, NotSupportedError
 from kvcache.caches.turns import Turns, in_turn
-from kvcache.integrations.conversations import Conversation, SharedPrefixes, invariant_config, prefix_options
+from kvcache.integrations.conversations import (
+    MOST_DRAFTS,
+    Conversation,
+    SharedPrefixes,
+    invariant_config,
+    prefix_options,
+)
 from kvcache.integrations.transformers.adapters import Adapters
 from kvcache.integrations.transformers.arguments import THEIRS, ArgumentError, check_model, check_type
 from kvcache.integrations.transformers.bridge import HFDType
@@ -315,6 +321,8 @@ class HFPrefixCache(SharedPrefixes):
             set(super().__dir__())
             - {
                 "adapters",
+                "check_ids",
+                "check_open",
                 "by_one",
                 "forget_images",
                 "is_compileable",
@@ -322,6 +330,7 @@ class HFPrefixCache(SharedPrefixes):
                 "longest_pass",
                 "named",
                 "room",
+                "vocabulary",
             }
         )
 
@@ -332,6 +341,15 @@ class HFPrefixCache(SharedPrefixes):
             "HFPrefixCache: model.generate takes the cache of one conversation; call generate of the "
             "HFPrefixCache itself, or pass begin(tokens).cache"
         )
+
+    def vocabulary(self) -> int | None:
+        """How many token ids the model's embedding has; None: not known."""
+        found = getattr(generating(self.model), "get_input_embeddings", lambda: None)
+        try:
+            size: int | None = getattr(found(), "num_embeddings", None)
+        except NotImplementedError:
+            return None
+        return size
 
     def named(self, cache: HFCache) -> dict[str, HFCache]:
         """A cache by the name that ``generate`` has for it."""
@@ -349,6 +367,7 @@ class HFPrefixCache(SharedPrefixes):
         ``salt`` and ``shared`` say whose it is, as in ``PrefixCache.begin``. What adapters of PEFT compute
         is shared among conversations with the same adapters, of the same content and scales.
         """
+        self.check_open("begin")
         variant = self.adapters.variant()
         if len(tokens) > self.room:
             raise InvalidRangeError(
@@ -357,6 +376,7 @@ class HFPrefixCache(SharedPrefixes):
             )
         if self.limit is not None:
             check_rotation("begin", len(tokens), self.limit)
+        self.check_ids("begin", tokens)
         session = self.prefix.begin(tokens, salt, shared, variant=variant)
         stored = {i for cache in self._family.caches.values() for i in cache.storage.buffers}
         strange = sorted(i for i in stored if i >= self._layers)
@@ -394,8 +414,8 @@ class HFPrefixCache(SharedPrefixes):
         prompt = input_ids[0].tolist()
         with self.begin(prompt, salt, shared) as session:
             session.prefill(prefill_size)
-            if options.get("custom_generate") is None:  # which may draft without telling
-                session.cache.rows.drafts = 0  # but for those that prepare_inputs_for_generation is given
+            if options.get("custom_generate") is not None:  # which may draft without telling
+                session.cache.rows.drafts = MOST_DRAFTS
             with _given_the_rest(self.model, session.cache):
                 out = self.model.generate(
                     input_ids,

@@ -27,7 +27,7 @@ from kvcache import (
     OrderError,
     StateSnapshot,
 )
-from kvcache.integrations.conversations import MOST_DRAFTS, check_missing
+from kvcache.integrations.conversations import check_missing
 from kvcache.integrations.rows.caches import CHUNKED, FULL, SLIDING, Kind, batch_of_rows
 from kvcache.integrations.rows.dense_batch import DenseBatch, read_encoded
 from kvcache.integrations.rows.sequences import ClaimedRows, SharedSequence
@@ -70,7 +70,7 @@ class BatchRows(ClaimedRows):
         """Tokens of every row, those of the pass under way included."""
         self.seen = [0] * pool.plan.numbers
         """How many of them each layer has had; behind these, what is beside K and V (``Plan.part``)."""
-        self.prompt, self.drafts = 0, MOST_DRAFTS
+        self.prompt, self.drafts = 0, 0
         """Tokens of the prompt that one row was begun with (``HFSession``; 0: not known), and how many may
         follow the last of them in its pass."""
         self.removed = 0

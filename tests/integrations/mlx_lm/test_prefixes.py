@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
@@ -279,6 +280,55 @@ def test_options_of_prompt_caches_are_refused_where_they_come_too_late(option: d
             next(cache.generate(FIRST, **option))
         with pytest.raises(InvalidRangeError, match=r"room for 256"):
             cache.begin([*range(2, 99)] * 3)
+
+
+def test_a_short_further_turn_is_not_taken_for_drafts() -> None:
+    """All of the prompt, where all but its last token is there: no more than drafts would be."""
+    model, prompt = models.shared("llama"), models.prompt_of(9)
+    with MLXPrefixCache(model, capacity=64, **OPTIONS) as cache:
+        said(cache, prompt[:-1], 1)
+        with (
+            pytest.raises(OrderError, match=r"8 tokens from .* 8 .*remaining \(1;"),
+            cache.begin(prompt) as own,
+        ):
+            assert (own.tokens, own.cached) == (prompt, 8)
+            list(generate_step(mx.array(prompt), model, prompt_cache=own.prompt_cache, max_tokens=1))
+        assert said(cache, prompt, 5) == plain("llama", prompt, 5)
+
+
+def test_ids_that_the_model_has_no_embedding_of_are_refused() -> None:
+    """MLX reads behind the end of it, which may end the process."""
+    with MLXPrefixCache(models.shared("llama"), capacity=64, **OPTIONS) as cache:
+        for wrong in ([1, 99_999], [1, -1], np.array([97])):
+            with pytest.raises(InvalidRangeError, match=r"begin: token .*; the model's ids are 0 to 96:"):
+                next(cache.generate(wrong))
+        with cache.begin([1, 2]) as session, pytest.raises(InvalidRangeError, match="extend: token 97"):
+            session.extend([97])
+        assert said(cache, FIRST, 2) == plain("llama", FIRST, 2)
+
+
+def test_what_is_closed_says_so_and_what_to_do() -> None:
+    cache = MLXPrefixCache(models.shared("llama"), capacity=64, **OPTIONS)
+    session = cache.begin(FIRST)
+    session.close()
+    with pytest.raises(ClosedError, match="prefill: the conversation is closed; begin another"):
+        session.prefill()
+    steps = cache.generate(FIRST)
+    next(steps)
+    cache.close()
+    for op, call in (("generate", lambda: list(steps)), ("begin", lambda: cache.begin(FIRST))):
+        with pytest.raises(ClosedError, match=f"{op}: the MLXPrefixCache is closed; make a new one"):
+            call()
+
+
+def test_unknown_options_are_told_with_what_to_use() -> None:
+    with pytest.raises(InvalidRangeError, match=r"no option 'capcity'; known: .*; do you mean 'capacity'\?"):
+        MLXPrefixCache(models.shared("llama"), capcity=64)
+    with MLXPrefixCache(models.shared("llama"), capacity=64, **OPTIONS) as cache:
+        with pytest.raises(InvalidRangeError, match=r"no option 'temperature'; pass sampler=.*make_sampler"):
+            next(cache.generate(FIRST, temperature=0.5))
+        with pytest.raises(InvalidRangeError, match="no option 'max_token'; those of generate_step: "):
+            next(cache.generate(FIRST, max_token=5))
 
 
 def test_repr_says_what_it_is_of() -> None:

@@ -320,6 +320,24 @@ def test_a_pool_reads_the_codes_that_one_of_its_format_saved(
     assert mx.array_equal(other[-1].keys[..., :5, :], own_load(file)[-1].keys[..., :5, :])
 
 
+def test_a_file_that_is_none_or_of_another_model_or_does_not_fit_is_told_so(tmp_path: Path) -> None:
+    pool, other = CachePool(models.shared("llama"), capacity=64), models.make_llama(head_dim=32)
+    unknown, weights, made = (str(tmp_path / name) for name in ("a.kv", "b.safetensors", "c.safetensors"))
+    Path(unknown).write_bytes(b"anything")
+    mx.save_safetensors(weights, {"model.embed_tokens.weight": mx.zeros((4, 4))})
+    for file in (unknown, weights, str(tmp_path / "none.safetensors")):
+        with pytest.raises(kvcache.InvalidRangeError, match="cannot be read as what save_prompt"):
+            load_prompt_cache(file, pool)
+    kept = own_prompt_cache(other)
+    mx.eval(other(mx.array([models.prompt_of(30)]), cache=kept))
+    save_prompt_cache(made, kept)
+    with pytest.raises(kvcache.InvalidRangeError, match=r"load_.* made for another model \(put"):
+        load_prompt_cache(made, pool)
+    with pytest.raises(kvcache.CacheFullError, match="load_prompt_cache: 30 cells are needed and 16 "):
+        load_prompt_cache(made, CachePool(other, capacity=16))
+    assert pool.sequences.free == 1
+
+
 def same_groups(one: Any, other: Any) -> None:
     """The same tokens in the same words, scales and biases, of the same dtypes."""
     assert type(one) is type(other) is QuantizedKVCache

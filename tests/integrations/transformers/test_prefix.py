@@ -16,7 +16,14 @@ pytest.importorskip("torch")
 import torch
 import transformers
 
-from kvcache import InvalidRangeError, InvalidSequenceError, NotSupportedError, OrderError, PrefixOptions
+from kvcache import (
+    ClosedError,
+    InvalidRangeError,
+    InvalidSequenceError,
+    NotSupportedError,
+    OrderError,
+    PrefixOptions,
+)
 from kvcache.integrations.transformers import HFCache, HFPrefixCache
 from kvcache.integrations.transformers import cache as cache_module
 from kvcache.prefix.prefix_cache import SessionLimitError
@@ -480,6 +487,35 @@ def test_nothing_is_kept_of_an_answer_to_another_prompt() -> None:
         made.generate = generate
         longer = torch.cat((ids, ids), 1)
         assert torch.equal(prefix.generate(longer, **OPTIONS), plain(made, longer))
+
+
+def test_a_short_further_turn_is_not_taken_for_drafts() -> None:
+    """All of the prompt, where all but its last token is there: no more than drafts would be."""
+    made, ids = llama(1), hf.tokens(1, 9)
+    with HFPrefixCache(made, capacity=64) as prefix, torch.no_grad():
+        prefix.generate(ids[:, :-1], max_new_tokens=1, do_sample=False)
+        refused = pytest.raises(OrderError, match=r"9 tokens from position 8 .*remaining \(1;")
+        with refused, prefix.begin(ids[0].tolist()) as session:
+            assert session.tokens == ids[0].tolist()
+            made(ids, past_key_values=session.cache)
+        assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
+
+
+def test_ids_that_the_model_has_no_embedding_of_are_refused_and_so_is_what_is_closed() -> None:
+    made = llama(1)
+    size = made.get_input_embeddings().num_embeddings
+    prefix = HFPrefixCache(made, capacity=64)
+    with pytest.raises(InvalidRangeError, match=f"begin: token {size}; the model's ids are 0 to {size - 1}"):
+        prefix.generate(torch.tensor([[1, size]]), **OPTIONS)
+    session = prefix.begin([1, 2])
+    with pytest.raises(InvalidRangeError, match="extend: token -1"):
+        session.extend([-1])
+    session.close()
+    with pytest.raises(ClosedError, match="prefill: the conversation is closed; begin another"):
+        session.prefill()
+    prefix.close()
+    with pytest.raises(ClosedError, match="begin: the HFPrefixCache is closed; make a new one"):
+        prefix.begin([1, 2])
 
 
 def test_a_pass_that_repeats_what_the_cache_has_is_refused_however_short_the_prompt_is() -> None:

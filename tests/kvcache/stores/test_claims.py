@@ -310,7 +310,9 @@ def test_a_path_has_a_limit_that_is_said(
             with open_store(asked) as store:  # type: ignore[attr-defined]
                 assert store.budget == 50 << 30
     assert len(caplog.records) == 3
-    assert "a tenth of its disk" in caplog.text
+    for record in caplog.records:  # also while there is no such folder yet
+        limited = f"{folder}: a store of at most {50 << 30} bytes, a tenth of its disk"
+        assert record.getMessage().startswith(limited)
     for given, limit in (("1GiB", 1 << 30), (None, None), ("none", None), (0, 0)):
         with open_store(folder, budget=given) as store:  # type: ignore[attr-defined]
             assert store.budget == limit
