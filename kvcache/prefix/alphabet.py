@@ -108,8 +108,8 @@ class Alphabet:
             remedy = "encode text with the model's tokenizer first"
             if isinstance(tokens, Mapping) and "input_ids" in tokens:
                 remedy = "pass its ['input_ids']"
-            elif isinstance(tokens, int):
-                remedy = f"pass [{tokens}]"
+            elif hasattr(tokens, "__index__"):  # one id
+                remedy = f"pass [{tokens!r}]"
             raise InvalidRangeError(
                 f"{op}: tokens={reprlib.repr(tokens)}; it must be a sequence of ids, or of bytes for items "
                 f"without an id; {remedy}"
