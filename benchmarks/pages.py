@@ -52,7 +52,8 @@ def _compact(value: Any, depth: int) -> str:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
-    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rows))
+    first, *others = ("| " + " | ".join(line) + " |" for line in (head, *rows))
+    return "\n".join((first, "|" + "---|" * len(head), *others))
 
 
 def show(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -87,8 +87,10 @@ class Peer(Protocol):
     def theirs(self) -> AbstractContextManager[None]: ...
 
 
-def run(peer: Peer, module: ModuleType, used: Counter[str]) -> Iterator[tuple[str, str, str]]:
-    """Of every unittest in ``module``: its name, what became of it, and why.
+def run(
+    peer: Peer, module: ModuleType, used: Counter[str], cases: Sequence[str] = ()
+) -> Iterator[tuple[str, str, str]]:
+    """Of every unittest in ``module``, or of these ``cases``: its name, what became of it, and why.
 
     Every test runs on the peer's own classes first. One that fails on them says nothing of ours, and is
     "theirs too", or "alike" where ours makes it fail in the same words: what a real model would have written
@@ -98,7 +100,9 @@ def run(peer: Peer, module: ModuleType, used: Counter[str]) -> Iterator[tuple[st
     for case in unittest.defaultTestLoader.loadTestsFromModule(module):
         for test in case:  # type: ignore[union-attr]
             name = ".".join(test.id().split(".")[-2:])
-            method = name.partition(".")[2]
+            case_name, _, method = name.partition(".")
+            if cases and case_name not in cases:
+                continue
             why = next((why for pattern, why in peer.LEFT_OUT.items() if fnmatchcase(method, pattern)), "")
             if why:
                 yield name, "left out", why
@@ -215,6 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("peer", choices=FILES)
     parser.add_argument("--source", type=Path, help="the peer's source; its source distribution by default")
     parser.add_argument("--file", action="append", default=[], help="run the test files of this name only")
+    parser.add_argument("--case", action="append", default=[], help="run the test cases of this name only")
     parser.add_argument(
         "--record", action="store_true", help=f"into docs/{RECORD}, and its table into docs/{PAGE}"
     )
@@ -233,7 +238,7 @@ def main(arguments: list[str] | None = None) -> int:
             file, began = str(path.relative_to(options.source / "tests")), time.process_time()
             tests: dict[str, dict[str, str]] = {}
             print(f"tests/{file}:")
-            for name, outcome, reason in run(peer, module, used):
+            for name, outcome, reason in run(peer, module, used, options.case):
                 print(f"{outcome:8}  {name}\n          {reason}", flush=True)
                 tests.setdefault(outcome, {})[name] = reason
                 counts[outcome] += 1

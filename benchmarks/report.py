@@ -86,7 +86,7 @@ def write(folder: Path, parts: Mapping[str, Any]) -> None:
     results = {"machine": machine(), "packages": packages, "parts": {**former, **parts}}
     save(folder / RECORD, results)
     page = (DOCS / "benchmarks" / "index.md").read_text(encoding="utf-8")
-    (folder / "index.md").write_text(filled(page, summaries(load(folder / RECORD))), encoding="utf-8")
+    (folder / "index.md").write_text(filled(page, tables(load(folder / RECORD))), encoding="utf-8")
 
 
 def _version(package: str) -> str | None:
@@ -96,10 +96,12 @@ def _version(package: str) -> str | None:
         return None
 
 
-def summaries(results: Mapping[str, Any]) -> dict[str, str]:
-    """What git carries of the page's tables; those of the parts are filled in when the site is built."""
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """The tables of the page by their marks: one for each part, and those of all."""
     packages = ", ".join(f"{name} {found}" for name, found in results["packages"].items())
-    return {
+    head = ("where", "measurement", "ours", "x floor", "others")
+    parts = {name: table(head, _measurements(_rows(part))) for name, part in results["parts"].items()}
+    return parts | {
         "machine": f"{results['machine']}; {packages}.",
         "front": _front(results),
         "targets": _targets(results),
@@ -136,26 +138,25 @@ def _targets(results: Mapping[str, Any]) -> str:
     return f"{verdict(rows)}; not reached:\n\n{table(('measurement', 'where', 'ratio', 'at most'), lines)}"
 
 
-def tables(results: Mapping[str, Any]) -> dict[str, str]:
-    """A table for each part, below how long it took: medians of ours and of peers."""
-    head = ("where", "measurement", "ours", "x floor", "others")
-    found = {}
-    for name, part in results["parts"].items():
-        load = part.get("foreign_cores")
-        others = "" if load is None else f"; others kept {load:.1f} cores busy"
-        spent = f"{part['seconds']:.0f} s{', quick' * part['quick']}{others}."
-        found[name] = f"{spent}\n\n{table(head, _measurements(_rows(part)))}"
-    return found
-
-
 def _measurements(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
-    """A row of ours beside its peers; a measurement without peers has its note there."""
+    """Rows of ours beside peers that store plain numbers: of a series of lengths, the shortest and longest.
+
+    A measurement without peers has its note there. The record has all of them.
+    """
     peers: dict[tuple[str, str], list[str]] = defaultdict(list)
+    lengths: dict[tuple[str, str], list[int]] = defaultdict(list)
     for row in rows:
-        if not row.contender.startswith(("ours", "floor")):
-            peers[row.group, row.measurement].append(f"{row.contender}: {_number(row.median)}")
+        named, _, length = row.measurement.rpartition(", ")
+        if length.isdecimal():
+            lengths[row.group, named].append(int(length))
+        if not row.contender.startswith(("ours", "floor")) and "Quantized" not in row.contender:
+            name = row.contender.removeprefix("transformers ").removeprefix("mlx-lm ")
+            peers[row.group, row.measurement].append(f"{name}: {_number(row.median)}")
     for row in rows:
-        if row.contender.startswith("ours"):
+        named, _, length = row.measurement.rpartition(", ")
+        series = lengths[row.group, named]
+        between = length.isdecimal() and min(series) < int(length) < max(series)
+        if row.contender.startswith("ours") and not between:
             ratio = "" if row.ratio is None else f"{row.ratio:,.2f}"
             beside = "; ".join(peers[row.group, row.measurement]) or row.note
             yield row.group, row.measurement, f"{_number(row.median)} {row.unit}", ratio, beside

@@ -1,4 +1,8 @@
-"""The hook of mkdocs: draws the pictures and plots of the docs, and writes the tables of benchmarks."""
+"""Tables and small pictures of the docs, which git carries: ``python -m benchmarks.site`` writes them.
+
+Plots are large, and differ from one matplotlib to the next: this file is also the hook of mkdocs that draws
+them when the site is built.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # mkdocs loads this file by its path
 
 from benchmarks import agents, engines, report, two_hosts_report
-from benchmarks.pages import DOCS, filled, load
+from benchmarks.pages import DOCS, fill, load
 from examples import pictures
 
 PAGES: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, str]]]] = {
@@ -25,9 +29,15 @@ PAGES: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, str]]]] = {
 """Pages with tables, the records that these are of, and what writes them."""
 
 
-def drawings() -> dict[str, bytes]:
-    """Every drawing of the site by its path in it."""
-    found = {f"pictures/{name}.svg": drawn for name, drawn in pictures.drawings().items()}
+def tables_of(page: str) -> dict[str, str]:
+    """The tables of a page by their marks."""
+    record, written = PAGES[page]
+    return written(load(DOCS / record))
+
+
+def plots() -> dict[str, bytes]:
+    """What is drawn when the site is built, by its path in it."""
+    found = {"pictures/occupancy.svg": pictures.occupancy_plot()}
     results = load(DOCS / "benchmarks" / report.RECORD)
     found |= {f"benchmarks/{name}": drawn for name, drawn in report.plots(results).items()}
     found["benchmarks/agents.svg"] = agents.plot(load(DOCS / "benchmarks" / agents.RECORD))
@@ -38,18 +48,17 @@ def drawings() -> dict[str, bytes]:
 def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
-    for path, content in drawings().items():
+    for path, content in plots().items():
         files.append(File.generated(config, path, content=content))
     return files
 
 
-def tables_of(page: str) -> dict[str, str]:
-    """The tables that are filled into a page, by their marks."""
-    if page not in PAGES:
-        return {}
-    record, written = PAGES[page]
-    return written(load(DOCS / record))
+def main() -> None:
+    for page in PAGES:
+        fill(DOCS / page, tables_of(page))
+    for name, drawn in pictures.drawings().items():
+        (DOCS / "pictures" / f"{name}.svg").write_bytes(drawn)
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    return filled(markdown, tables_of(page.file.src_uri))
+if __name__ == "__main__":
+    main()

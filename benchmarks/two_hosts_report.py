@@ -86,39 +86,39 @@ def points_of(record: Mapping[str, Any]) -> list[Point]:
     return [Point(**row | {"restored": dict(row["restored"])}) for row in record["points"]]
 
 
+LINKS = 0.1, 1.0, 10.0
+"""Gb/s of the links that the page shows, and below how many lengths: the record has all of them."""
+LENGTHS = 4
+
+
 def tables(results: Mapping[str, Any]) -> str:
-    """Markdown of all models."""
-    return "\n".join(line for record in results["models"].values() for line in _model(record))
+    """Markdown of all models; what a host decides is shown for the last one."""
+    models = [*results["models"].values()]
+    parts = [part for record in models for part in _model(record)]
+    return "\n\n".join([*parts, *_decisions(models[-1].get("decisions"))])
 
 
 def _model(record: Mapping[str, Any]) -> Sequence[str]:
     points = points_of(record)
-    limits = [link["gigabits"] for link in record["links"]]
-    named = [_bandwidth(limit) for limit in limits]
-    links = ", ".join(f"{_bandwidth(link['gigabits'])}: {link['measured']:.3g}" for link in record["links"])
+    limits = [link["gigabits"] for link in record["links"] if link["gigabits"] in LINKS]
     glance = " **A glance (`--quick`), no result.**" if record.get("quick") else ""
-    foreign = record["foreign_cores"]
-    busy = "" if foreign is None else f"; others kept {foreign:.1f} cores busy before"
-    conditions = (
-        f"{record['backend']} on both hosts, {record['machine']}, one thread each{busy}; medians of "
-        f"{record['rounds']}.{glance} Gb/s of a plain TCP socket, as measured: {links}."
+    head = (
+        "stored tokens",
+        "over the wire",
+        "computed anew",
+        *map(_bandwidth, limits),
+        "break-even bandwidth",
     )
-    legend = (
-        f"Milliseconds to the first token with {record['new_tokens']} new tokens behind the stored ones; "
-        "in brackets how many times sooner than computed anew:"
+    least = "; ".join(f"{_length(points, limit)} at {_bandwidth(limit)}" for limit in limits)
+    told = (
+        f"Milliseconds to the first token with {record['new_tokens']} new tokens behind the stored ones, "
+        f"medians of {record['rounds']} ({record['backend']}, {record['machine']}, one thread).{glance}"
     )
     return [
-        f"\n### {record['title'][0].upper()}{record['title'][1:]}\n",
-        f"{conditions}\n",
-        f"{legend}\n",
-        table(
-            ("stored tokens", "over the wire", "computed anew", *named, "break-even bandwidth"),
-            [_row(point, limits) for point in points],
-        ),
-        "",
-        table(("", *named), [("restoring pays from", *(_length(points, limit) for limit in limits))]),
-        "",
-        *_decisions(record.get("decisions")),
+        f"### {record['title'][0].upper()}{record['title'][1:]}",
+        told,
+        table([*head, "break-even bandwidth"], [_row(point, limits) for point in points[-LENGTHS:]]),
+        f"Restoring pays from: {least}.",
     ]
 
 
@@ -126,18 +126,12 @@ def _decisions(record: Mapping[str, Any] | None) -> Sequence[str]:
     """What the rule chooses on a slow link and on a fast one."""
     if record is None:
         return []
-    told = (
-        f"A host that decides by what it has measured: milliseconds to the first token, medians of "
-        f"{record['rounds']}, {record['machine']}; others kept {record['foreign_cores'] or 0:.1f} cores busy "
-        "before:\n"
-    )
     return [
-        told,
+        "A host that decides by what it has measured:",
         table(
             ("link", "stored tokens", "it", "took", "always fetching", "computed anew"),
             [_decision(Decided(**row)) for row in record["rows"]],
         ),
-        "",
     ]
 
 
@@ -148,13 +142,12 @@ def _decision(row: Decided) -> list[str]:
 
 
 def _row(point: Point, limits: Sequence[float | None]) -> list[str]:
-    times = [(point.restored[limit], point.computed / point.restored[limit]) for limit in limits]
     even = break_even_bandwidth(point)
     return [
         f"{point.tokens:,}",
         bytes_text(point.nbytes),
         f"{1000 * point.computed:,.1f}",
-        *(f"{1000 * seconds:,.1f} ({gain:.2g}x)" for seconds, gain in times),
+        *(f"{1000 * point.restored[limit]:,.1f}" for limit in limits),
         "none" if even is None else f"{even / GIGABIT:.3g} Gb/s",
     ]
 

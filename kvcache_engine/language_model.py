@@ -105,7 +105,8 @@ def check_prompt(tokens: Sequence[int], config: ModelSizes, capacity: int) -> li
         _check_length(len(tokens), config, capacity)
         found = [_id(token) for token in tokens]
     except TypeError:
-        remedy = ": pass its ['input_ids']" if isinstance(tokens, Mapping) and "input_ids" in tokens else ""
+        other: Any = tokens
+        remedy = ": pass its ['input_ids']" if isinstance(other, Mapping) and "input_ids" in other else ""
         raise RequestError(
             f"the prompt is {tokens!r:.80}; it must be a text or a sequence of token ids{remedy}"
         ) from None

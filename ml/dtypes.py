@@ -77,7 +77,9 @@ class DType(enum.Enum):
             return _FROM_NUMPY[numpys]
         except KeyError:
             names = ", ".join(str(known) for known in _FROM_NUMPY)
-            raise DTypeError(f"NumPy's {numpys} has no DType; these have one: {names}") from None
+            raise DTypeError(
+                f"NumPy's {numpys} has no DType; convert it with astype, these have one: {names}"
+            ) from None
 
 
 _NUMPY: dict[DType, np.dtype] = {

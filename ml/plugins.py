@@ -129,7 +129,8 @@ def open_backend(name: str | None = None, **options: Any) -> Backend:
     """Open a backend by ``name``, else by the environment variable ``ML_BACKEND``, else the best available
     one.
 
-    ``options`` are passed to the backend; all built-in backends have ``device=`` and ``dtype=``.
+    ``options`` are passed to the backend; all built-in backends have ``device=`` and ``dtype=``
+    (F32, F16 or BF16, as an ``ml.DType`` or by name).
 
     Raises BackendNotFoundError for an unknown name (the message lists the known ones and how to install
     them), BackendUnavailableError if it cannot run here, OptionError for an option that it does not have.

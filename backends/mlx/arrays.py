@@ -37,7 +37,10 @@ def from_mlx_dtype(op: str, native: Any) -> DType:
         return _NAMES[native]
     except KeyError:
         known = ", ".join(str(dtype) for dtype in _NAMES)
-        raise DTypeError(f"{op}: no DType for {native}; there are DTypes for {known}") from None
+        raise DTypeError(
+            f"{op}: no DType for {native}; convert it, with .astype(mx.float32) for example; there are "
+            f"DTypes for {known}"
+        ) from None
 
 
 def from_host(array: np.ndarray) -> mx.array:

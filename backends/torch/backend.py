@@ -269,7 +269,10 @@ class TorchContext(PlacedContext):
             )
         if array.dtype not in FROM_TORCH:
             known = ", ".join(str(dtype) for dtype in FROM_TORCH)
-            raise DTypeError(f"from_native: no DType for {array.dtype}; there are DTypes for {known}")
+            raise DTypeError(
+                f"from_native: no DType for {array.dtype}; convert it, with .float() for example; "
+                f"there are DTypes for {known}"
+            )
         check_ndim("from_native", array.dim())
         storage = self._foreign
         if array.device != self.torch_device:

@@ -311,7 +311,11 @@ class BoundCache(PreparedCalls[S], Generic[P, S]):
         self._bound(op)
         current = self._pass  # read once: another thread may begin a pass meanwhile
         if current is None:
-            raise OrderError(f"{op}: there is no current pass; call start_forward first")
+            raise OrderError(
+                f"{op}: there is no current pass; call start_forward first. A call that changes sequences "
+                "(remove, copy_prefix, restore, and with them PrefixCache.begin, Session.rewind and close) "
+                "ends the pass: make it after the last layer"
+            )
         check_thread(op, current.thread)
         return current
 

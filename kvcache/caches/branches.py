@@ -96,9 +96,10 @@ def fork(cache: Cache, seq: int, into: Sequence[int], position: int | None = Non
     Raises NotSupportedError if a branch could not continue exactly at ``position``, InvalidRangeError for a
     position past the end, or if ``into`` contains ``seq`` or a sequence twice.
     """
+    into = _listed("fork", "into", into)
     if seq in into or len(set(into)) < len(into):
         raise InvalidRangeError(
-            f"fork: sequence {seq} into {list(into)}; the targets must be distinct and differ from the source"
+            f"fork: sequence {seq} into {into}; the targets must be distinct and differ from the source"
         )
     end = _end("fork", cache, seq) if position is None else position
     end = check_whole("fork", "position", end)
@@ -120,7 +121,7 @@ def keep(cache: Cache, winner: int, seq: int, losers: Iterable[int] = ()) -> Non
     if winner != seq:
         commits.append(_prepare(cache, "copy_prefix", winner, seq, _ALL))
         _check_exact("keep", cache, winner, offset(cache, winner))
-    others = dict.fromkeys((winner, *losers))
+    others = dict.fromkeys((winner, *_listed("keep", "losers", losers)))
     commits += [_prepare(cache, "remove", other, 0) for other in others if other != seq]
     _commit(commits)
 
@@ -128,7 +129,8 @@ def keep(cache: Cache, winner: int, seq: int, losers: Iterable[int] = ()) -> Non
 @_between_passes
 def drop(cache: Cache, branches: Iterable[int]) -> None:
     """Empty all of ``branches``; other sequences keep the cells that they share with them."""
-    _commit([_prepare(cache, "remove", branch, 0) for branch in dict.fromkeys(branches)])
+    dropped = dict.fromkeys(_listed("drop", "branches", branches))
+    _commit([_prepare(cache, "remove", branch, 0) for branch in dropped])
 
 
 @_between_passes
@@ -228,6 +230,14 @@ def check_reach(cache: Cache, tokens: int) -> None:
 
 
 # Parts.
+
+
+def _listed(op: str, name: str, sequences: Iterable[int]) -> list[int]:
+    if not isinstance(sequences, Iterable):
+        raise InvalidRangeError(
+            f"{op}: {name}={sequences!r:.60}; it must be a list of sequences, such as [1]"
+        )
+    return [*sequences]
 
 
 def _has_states(part: Any) -> bool:

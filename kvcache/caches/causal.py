@@ -169,7 +169,7 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         forward.begin()
 
     def _full(self, tokens: int) -> CacheFullError:
-        return CacheFullError(tokens, self._table.unowned, self._table.held())
+        return self.snapshots.full(tokens, "start_forward")
 
     # One pass.
 
@@ -199,7 +199,7 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
             plan = ReadPlan(self.snapshots.storage, groups, count, lower)
             self._pass = ForwardPass(plan, None, reserve=True, stamp=-1)
             return
-        check_groups(self._table, groups, lower, read_only)
+        check_groups(self._table, groups, lower, read_only, self.snapshots.owner)
         if read_only:
             self._undo = None
         else:

@@ -172,9 +172,17 @@ class SequenceEditor:
 
 
 def check_groups(
-    table: CellTable, groups: Iterable[SequenceTokens], lower: LowerBound | None, read_only: bool
+    table: CellTable,
+    groups: Iterable[SequenceTokens],
+    lower: LowerBound | None,
+    read_only: bool,
+    owner: Callable[[], object | None],
 ) -> None:
-    """Refuse lost sequences, positions that are already stored, and queries that would see nothing."""
+    """Refuse lost sequences, positions that are already stored, and queries that would see nothing.
+
+    If a PrefixCache uses the sequences (``owner``), also positions behind a gap: what a session had there was
+    removed, and its tokens would not be attended to.
+    """
     for group in groups:
         row = table.rows[group.seq]
         if row.lost:
@@ -182,9 +190,16 @@ def check_groups(
         if read_only:
             check_sees(group, row, lower)
         elif group.lowest <= row.last and (first := row.first_held(group.positions)) is not None:
+            used = owner() is not None
+            remedy = f"rewind({first}) of its session" if used else f"remove({group.seq}, {first})"
             raise InvalidBatchError(
-                f"start_forward: sequence {group.seq} already holds position {first}; call "
-                f"remove({group.seq}, {first}) first"
+                f"start_forward: sequence {group.seq} already holds position {first}; call {remedy} first"
+            )
+        elif group.lowest > row.last + 1 and owner() is not None:
+            raise InvalidBatchError(
+                f"start_forward: sequence {group.seq} of a PrefixCache holds no token from position "
+                f"{row.last + 1} on (none was evaluated, or the cache's remove took them), and the batch "
+                f"begins at {group.lowest}; evaluate its tokens from {row.last + 1} on"
             )
 
 

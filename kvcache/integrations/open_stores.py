@@ -81,7 +81,7 @@ def use_entry(tier: StoreTier, key: str, use: Callable[[SerializedSnapshot], T])
         try:
             return use(found)
         except SnapshotCorruptError as error:
-            log.warning("%s; it is dropped and computed again", error)
+            log.warning("%s; its content is computed again", error)
             tier.drop(key)
             return None
 

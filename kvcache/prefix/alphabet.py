@@ -68,12 +68,14 @@ class Alphabet:
         self._next = -1
         self._crowded = _SPARE
 
-    def encode(self, tokens: Tokens, tenant: Tenant = EVERYONE, begin: int = 0) -> np.ndarray:
-        """``tokens`` of a conversation, from position ``begin`` on, as int64.
+    def encode(
+        self, tokens: Tokens, tenant: Tenant = EVERYONE, begin: int = 0, op: str = "encode"
+    ) -> np.ndarray:
+        """``tokens`` of a conversation, from position ``begin`` on, as int64, for the call ``op``.
 
         Raises InvalidRangeError unless ``tokens`` is a sequence of bytes and ids >= 0.
         """
-        ids = self._plain(tokens)
+        ids = self._plain(tokens, op)
         own = tenant.shared - begin
         if tenant.variant and not begin and ids.size:
             self._mark(ids, 0, tenant.salt if not own else "", tenant.variant)
@@ -88,25 +90,28 @@ class Alphabet:
         assert not isinstance(item, SaltedToken)
         tokens[at] = self._code(SaltedToken(salt, item, variant))
 
-    def _plain(self, tokens: Tokens) -> np.ndarray:
+    def _plain(self, tokens: Tokens, op: str) -> np.ndarray:
         shape = getattr(tokens, "shape", None)
         if shape is not None and (not len(shape) or (len(shape) > 1 and shape[0] != 1)):
             raise InvalidRangeError(
-                f"tokens: {type(tokens).__name__} of shape {tuple(shape)}; tokens must be one sequence of ids"
+                f"{op}: tokens is {type(tokens).__name__} of shape {tuple(shape)}; it must be one sequence "
+                "of ids"
             )
         if shape is not None and not isinstance(tokens, np.ndarray) and hasattr(tokens, "tolist"):
             foreign: Any = tokens  # a framework's
             tokens = np.asarray(foreign.tolist())
         if isinstance(tokens, np.ndarray) and tokens.dtype.kind in "iu":
             if tokens.dtype.kind == "u" and tokens.size and int(tokens.max()) >= 2**63:
-                raise InvalidRangeError(f"tokens: {int(tokens.max())}; ids must be below 2**63")
+                raise InvalidRangeError(f"{op}: token {int(tokens.max())}; ids must be below 2**63")
             ids = tokens.astype(np.int64, copy=True).reshape(-1)
         elif isinstance(tokens, (str, bytes, bytearray, Mapping)) or not isinstance(tokens, Sized):
             remedy = "encode text with the model's tokenizer first"
             if isinstance(tokens, Mapping) and "input_ids" in tokens:
                 remedy = "pass its ['input_ids']"
+            elif isinstance(tokens, int):
+                remedy = f"pass [{tokens}]"
             raise InvalidRangeError(
-                f"tokens: {reprlib.repr(tokens)}; tokens must be a sequence of ids, or of bytes for items "
+                f"{op}: tokens={reprlib.repr(tokens)}; it must be a sequence of ids, or of bytes for items "
                 f"without an id; {remedy}"
             )
         else:
@@ -114,10 +119,10 @@ class Alphabet:
             try:
                 ids = _packed(listed)
             except struct.error:  # items without an id, or what is none
-                return np.array([self._number(token) for token in listed], dtype=np.int64)
+                return np.array([self._number(token, op) for token in listed], dtype=np.int64)
         if ids.size and int(ids.min()) < 0:
             raise InvalidRangeError(
-                f"tokens: {int(ids.min())}; ids must be at least 0, and other items must be bytes"
+                f"{op}: token {int(ids.min())}; ids must be at least 0, and other items must be bytes"
             )
         return ids
 
@@ -153,18 +158,18 @@ class Alphabet:
         """Whether it is time to ``forget``."""
         return len(self._items) > self._crowded
 
-    def _number(self, token: int | bytes) -> int:
+    def _number(self, token: int | bytes, op: str) -> int:
         if isinstance(token, (bytes, bytearray)):
             return self._code(bytes(token))
         try:
             value = operator.index(token)
         except TypeError as error:
             raise InvalidRangeError(
-                f"tokens: {token!r:.60}; ids must be integers, and other items must be bytes"
+                f"{op}: token {token!r:.60}; ids must be integers, and other items must be bytes"
             ) from error
         if not 0 <= value < 2**63:
             raise InvalidRangeError(
-                f"tokens: {value}; ids must be at least 0 and below 2**63, and other items must be bytes"
+                f"{op}: token {value}; ids must be at least 0 and below 2**63, and other items must be bytes"
             )
         return value
 

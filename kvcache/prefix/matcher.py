@@ -102,8 +102,9 @@ class PrefixMatcher:
         """
         try:
             return self._find_and_restore(seq, ids)
-        except CacheFullError:
-            raise
+        except CacheFullError as error:
+            remedy = "close one of PrefixCache.sessions and begin again, or use a larger capacity"
+            raise CacheFullError(error.asked, error.free, error.held, "begin", remedy) from error
         except Exception:
             log.warning("a prefix could not be restored; it is computed again", exc_info=True)
             self._cache.remove(seq, 0)
@@ -411,7 +412,7 @@ class StoreLookup:
             return restored
         except (SnapshotCorruptError, InvalidRangeError) as error:
             if len(parts) == 1:
-                log.warning("load back: %s; the serialized snapshot is dropped and computed again", error)
+                log.warning("load back: %s; its content is computed again", error)
             return False
         except (ml.DeviceError, MemoryError) as error:
             if not new:
@@ -529,7 +530,7 @@ class StoreLookup:
                 f"load back: a serialized snapshot of [{begin}, {last}) under the key of {end} tokens"
             )
         except SnapshotCorruptError as error:
-            log.warning("%s; the serialized snapshot is dropped and computed again", error)
+            log.warning("%s; its content is computed again", error)
         self.drop(ids, end)
         return None
 

@@ -101,6 +101,9 @@ class Outages:
         if isinstance(error, StoreReadOnlyError):
             log.warning("a store is read-only: %s; new content is not kept there", error)
             return
+        if error.lasting:
+            log.warning("a store is gone: %s; until then its content is computed again", error)
+            return
         log.warning(
             "a store cannot be reached: %s; its content is computed again. The next attempt is in %.1f s, "
             "and then again at intervals of up to %.0f s",

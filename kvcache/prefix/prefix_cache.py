@@ -33,6 +33,7 @@ from kvcache.cache import (
     SnapshotCache,
     check_whole,
 )
+from kvcache.caches.causal import CausalCache
 from kvcache.caches.one_thread import one_thread
 from kvcache.caches.wrapper import unwrapped
 from kvcache.prefix.agent_sessions import AgentSessions, check_next_use
@@ -56,6 +57,7 @@ from kvcache.prefix.session import (
 from kvcache.prefix.tiers import HostTier, StoreTier
 from kvcache.prefix.tree_entry import span_of
 from kvcache.prefix.worker import OffloadWorker
+from kvcache.snapshots.attention import nobody
 from kvcache.snapshots.snapshot import Snapshot
 from kvcache.storage.layer_shape import LayerShape
 from kvcache.storage.sizes import bytes_text
@@ -87,8 +89,9 @@ class PrefixCache(Closing):
     required with a store, which others may share. ``block_size`` is the number of tokens that a stored key
     covers. Everything else is in ``options``, whose fields may also be named: ``interval=64``.
 
-    The PrefixCache uses all sequences of the cache. One thread at a time may call it and its sessions,
-    between passes; a call raises OrderError while another thread is in one, or in the middle of a pass. A
+    The PrefixCache uses all sequences of the cache, except those in which a caller has put something itself,
+    such as a branch. One thread at a time may call it and its sessions, between passes: a call ends the
+    current pass, or raises OrderError while another thread is in a call or in the middle of a pass. A
     background thread writes to the stores. A forked child can continue with its copy; fork when nothing is in
     progress, after ``flush``.
 
@@ -162,6 +165,7 @@ class PrefixCache(Closing):
         self._in_flight, self._read_ahead = in_flight, read_ahead
         self._closed = False
         self._finalizer = weakref.finalize(self, _warn_of_loss, self.tree) if store is not None else None
+        self._own(weakref.ref(self._open))
         cache.on_pressure = self.evictor.relieve
         parts = unwrapped(cache)
         for i, window in self.evictor.windows.parts.items():
@@ -213,8 +217,9 @@ class PrefixCache(Closing):
 
         At least one token is left to evaluate. If the device fails to restore the prefix, a warning is
         logged, all tokens are left to evaluate, and the prefix stays cached. Raises SessionLimitError if all
-        sequences are in use, CacheFullError if the prefix does not fit beside the open sessions, and
-        InvalidRangeError for an empty prompt. If it raises, no session has been started.
+        sequences are in use, CacheFullError if the prefix does not fit beside the open sessions (close one
+        and begin again; later, begin that one again with its ``tokens``), and InvalidRangeError for an empty
+        prompt. If it raises, no session has been started.
         """
         self._check("begin")
         tenant = Tenant.of(salt, shared, variant)
@@ -224,14 +229,10 @@ class PrefixCache(Closing):
         if next_use is not None:
             check_next_use("begin: next_use", next_use)
         self._open.forget_items()
-        ids = self.alphabet.encode(tokens, tenant)
+        ids = self.alphabet.encode(tokens, tenant, op="begin")
         if not ids.size:
             raise InvalidRangeError("begin: the prompt is empty; it must contain at least one token")
-        if not self._open.free:
-            raise SessionLimitError(
-                f"begin: {len(self._open.sessions)} sessions are open, one per sequence; close one of "
-                "PrefixCache.sessions first, or initialize the cache with a larger max_sequences"
-            )
+        self._open.next_free("begin")  # refuses before anything is settled
         self.tree.settle()
         session = self._open.begin(ids, tenant, session_id, next_use)
         session.retention = retention
@@ -251,7 +252,7 @@ class PrefixCache(Closing):
         nothing to read.
         """
         self._check("prefetch")
-        ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant))
+        ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant), op="prefetch")
         return self._open.matcher.prefetch(ids) if ids.size else None
 
     @one_thread
@@ -271,16 +272,15 @@ class PrefixCache(Closing):
         without a free sequence, and the errors of the cache's ``restore``.
         """
         self._check("adopt")
-        ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant))
-        if not self._open.free:
-            raise SessionLimitError(f"adopt: {len(self._open.sessions)} sessions are open; close one first")
+        ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant), op="adopt")
+        seq, reached = self._open.next_free("adopt"), 0
         self.tree.settle()
         pieces = snapshot if isinstance(snapshot, Sequence) else [snapshot]
         if not pieces or getattr(pieces[-1], "end", ids.size) != ids.size:
             return False
-        seq, reached = self._open.free[0], 0
         with self.evictor.within_budgets(), contextlib.ExitStack() as following:
             try:
+                self._open.used.add(seq)
                 for piece in pieces:
                     end = int(getattr(piece, "end", ids.size))
                     # The first may begin anywhere if ``restore`` accepts it as complete.
@@ -294,7 +294,7 @@ class PrefixCache(Closing):
                     following.enter_context(self.tree.in_use(path.nodes[-1:], restoring=True))
                     reached = end
             finally:
-                self.cache.remove(seq, 0)
+                self._open.empty(seq)
         self._open.agents.use(ids)
         return True
 
@@ -306,7 +306,7 @@ class PrefixCache(Closing):
     def longest(self, tokens: Tokens, salt: str = "", shared: int = 0, variant: Part = None) -> int:
         """How many of the tokens ``begin`` would find now without asking the stores."""
         self._check("longest")
-        ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant))
+        ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant), op="longest")
         return self._open.matcher.longest(ids) if ids.size else 0
 
     @one_thread
@@ -397,10 +397,17 @@ class PrefixCache(Closing):
         if lost := self.tree.unwritten:
             log.warning("close: %s could not be written to any store and are lost", bytes_text(lost))
 
+    def _own(self, owner: Callable[[], object | None]) -> None:
+        """Tell the caches whose sessions use their sequences: they refuse gaps then, and name the remedy."""
+        for part in unwrapped(self.cache):
+            if isinstance(part, CausalCache):
+                part.snapshots.owner = owner
+
     def _let_go(self) -> None:
-        self._closed = True
+        self._closed = self._open.closed = True
         self._open.agents.clear()
         self.cache.on_pressure = None
+        self._own(nobody)
         for part in unwrapped(self.cache):
             _OWNERS.pop(part, None)
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
-import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -48,15 +47,13 @@ from kvcache.prefix.tree_entry import (
     span_of,
     tenant_of,
 )
-from kvcache.prefix.worker import OffloadWorker
+from kvcache.prefix.worker import OffloadWorker, log_lost
 from kvcache.snapshots.cut import cut_serialized
 from kvcache.snapshots.serialize import serialize
 from kvcache.snapshots.snapshot import Snapshot, SnapshotChain
 from kvcache.stores import Chain, Keys, SerializedSnapshot
 
 __all__ = ["Budgets", "Path", "PrefixTree"]
-
-log = logging.getLogger("kvcache")
 
 
 Path = Match[TreeEntry]
@@ -689,9 +686,9 @@ class PrefixTree:
         """A node's content, serialized; None, which is logged, if there is no memory for it."""
         try:
             return entry.serialized or self._copied_out(entry)
-        except Exception:
+        except Exception as error:
             self.failed += 1
-            log.exception("offload: %d bytes did not leave the device", entry.nbytes)
+            log_lost(error, entry.nbytes)
             return None
 
     @property

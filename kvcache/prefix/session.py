@@ -135,10 +135,10 @@ class Session:
 
     To remove tokens from the end, call ``rewind``. ``remaining`` then has the tokens to evaluate again, and
     ``extend`` continues from there. If tokens are removed from the cache directly
-    (``cache.remove(session.seq, n)``), nothing from ``n`` on is kept or shared, unless ``extend`` has not
-    been called for them yet (rejected drafts). If ``cache.copy_prefix`` replaces the sequence, or ``rewind``
-    fails half way, every call except ``rewind`` and ``close`` raises SessionReplacedError, and nothing of
-    the session is kept.
+    (``cache.remove(session.seq, n)``), the next pass must begin at ``n`` or it raises InvalidBatchError, and
+    nothing from ``n`` on is kept or shared, unless ``extend`` has not been called for them yet (rejected
+    drafts). If ``cache.copy_prefix`` replaces the sequence, or ``rewind`` fails half way, every call except
+    ``rewind`` and ``close`` raises SessionReplacedError, and nothing of the session is kept.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class Session:
     def extend(self, tokens: Tokens) -> None:
         """Add tokens after the prompt: generated ones, or a further turn."""
         self._check("extend")
-        more = self._alphabet.decode(self._alphabet.encode(tokens))
+        more = self._alphabet.decode(self._alphabet.encode(tokens, op="extend"))
         self._evaluated()
         self._more += more
 
@@ -304,7 +304,13 @@ class Session:
     def _close(self, keep: bool, upto: int | None = None) -> None:
         if not self.closed:
             self.closed = True
-            self._owner.end(self, keep, upto)
+            try:
+                self._owner.end(self, keep, upto)
+            except ClosedError as error:
+                raise ClosedError(
+                    "close: the cache was closed before this session, of which nothing is kept; close the "
+                    "PrefixCache first, then the cache, then the backend"
+                ) from error
 
     def _evaluated(self) -> None:
         """The caller continues, so what it has evaluated is complete."""
@@ -346,7 +352,8 @@ class Session:
 
     def _check_open(self, op: str) -> None:
         if self.closed:
-            raise ClosedError(f"{op}: the session is closed")
+            also = ", as its PrefixCache is; make another one" if self._owner.closed else ""
+            raise ClosedError(f"{op}: the session is closed{also}")
 
     def computed(self) -> np.ndarray:
         """The tokens whose K and V the cache certainly holds."""
@@ -404,6 +411,11 @@ class OpenSessions:
         self.sessions: dict[int, Session] = {}
         """The open sessions by sequence."""
         self.free = list(range(tree.cache.max_sequences))
+        self.closed = False
+        """Whether its PrefixCache is."""
+        self.used: set[int] = set()
+        """Sequences of sessions, and those that could not be emptied after one. What others hold is not ours:
+        branches of a caller, for example."""
         self.block = block
         self.matcher = PrefixMatcher(tree, self.sessions, lookup, block)
         self._lookup = lookup
@@ -423,8 +435,9 @@ class OpenSessions:
         next_use: float | None = None,
     ) -> Session:
         """A session over ``ids`` in a free sequence, which holds the longest available prefix."""
-        seq = min(self.free)  # deterministic, given the sequences in use
+        seq = self.next_free("begin")
         began = time.monotonic()
+        self.used.add(seq)
         try:
             with self._evictor.within_budgets():
                 cached = self._fill(seq, ids)
@@ -434,7 +447,7 @@ class OpenSessions:
                 self.rolled_back(seq)
         except BaseException:
             self._cache.cancel_snapshots(seq)
-            self._cache.remove(seq, 0)
+            self.empty(seq)
             raise
         self.free.remove(seq)
         session = self.sessions[seq] = Session(self, seq, ids, cached, tenant)
@@ -445,6 +458,30 @@ class OpenSessions:
         self._follow(session, self.matcher.path)
         self._stats.add(int(ids.size), {**origins, "spared": session.spared})
         return session
+
+    def next_free(self, op: str) -> int:
+        """The sequence that the next session gets; SessionLimitError if there is none.
+
+        One in which a caller has put something itself, such as a branch, is left alone.
+        """
+        free = sorted(self.free)  # deterministic, given the sequences in use
+        for seq in free:
+            if seq in self.used or not self._cache.offset(seq):
+                return seq
+        others = (
+            f"; sequences {free} hold tokens of no session (branches.fork, copy_prefix or other passes): "
+            "empty them with branches.drop. To branch from a session, begin one with its tokens"
+        )
+        raise SessionLimitError(
+            f"{op}: {len(self.sessions)} sessions are open, one per sequence; close one of "
+            "PrefixCache.sessions first, or initialize the cache with a larger max_sequences"
+            f"{others if free else ''}"
+        )
+
+    def empty(self, seq: int) -> None:
+        """Empty a sequence that no session uses any more."""
+        self._cache.remove(seq, 0)
+        self.used.discard(seq)
 
     def _fill(self, seq: int, ids: np.ndarray) -> int:
         """Make the sequence hold the longest available prefix; returns its length.
@@ -595,7 +632,7 @@ class OpenSessions:
                 del self.sessions[seq]
                 self.free.append(seq)  # emptied now or on its next use
                 self._cache.cancel_snapshots(seq)
-                self._cache.remove(seq, 0)
+                self.empty(seq)
                 if not self.sessions:
                     self._lookup.unlearn()
         self._tree.settle()

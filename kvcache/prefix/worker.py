@@ -81,6 +81,18 @@ def _tensors(snapshot: Snapshot) -> Iterator[ml.Tensor]:
         yield from (tensor for pair in snapshot.layers.values() for tensor in pair)
 
 
+def log_lost(error: BaseException, nbytes: int) -> None:
+    """Log that content was not copied from the device; with a traceback, unless the backend is closed."""
+    if isinstance(error, ml.ClosedError):
+        log.error(
+            "offload: %d bytes are lost, as the backend was closed before they were copied; close the "
+            "PrefixCache first, then the cache, then the backend",
+            nbytes,
+        )
+    else:
+        log.error("offload: %d bytes did not leave the device", nbytes, exc_info=error)
+
+
 class OffloadWorker:
     """Transfers snapshots from ``backend`` to host memory, one after another."""
 
@@ -158,7 +170,7 @@ class OffloadWorker:
                 job.snapshot = job.begun = None
             except BaseException as error:  # counted by the sender, whatever the error
                 job.error = error
-                log.exception("offload: %d bytes did not leave the device", job.nbytes)
+                log_lost(error, job.nbytes)
             self._finished.append(job)
             with self._changed:
                 self.waiting -= job.nbytes

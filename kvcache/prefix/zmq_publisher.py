@@ -12,13 +12,13 @@ from typing import Any
 from kvcache.prefix.events import EventBatch, encode
 from kvcache.stores.closing import Closing
 
+_lacking: ImportError | None = None
+"""Raised when a publisher is made, so that ``from kvcache import *`` works without the extra."""
 try:
     import msgspec
     import zmq
 except ImportError as error:
-    raise ImportError(
-        f"ZmqPublisher needs the packages pyzmq and msgspec: pip install 'ml-kvcache[events]' ({error})"
-    ) from error
+    _lacking = error
 
 __all__ = ["ZmqPublisher"]
 
@@ -56,6 +56,11 @@ class ZmqPublisher(Closing):
         replayed: int = 10_000,
         waiting: int = 100_000,
     ) -> None:
+        if _lacking is not None:
+            raise ImportError(
+                "ZmqPublisher needs the packages pyzmq and msgspec: pip install 'ml-kvcache[events]' "
+                f"({_lacking})"
+            ) from _lacking
         self.lost = 0
         self._topic = topic.encode()
         self._numbers = itertools.count()

@@ -90,6 +90,10 @@ def _first_gap(positions: np.ndarray, begin: int) -> int:
     return begin + int(other[0]) if other.size else begin + positions.size
 
 
+def nobody() -> None:
+    """The ``owner`` of sequences that no PrefixCache uses."""
+
+
 class AttentionSnapshots:
     """Takes, restores, joins and splits the snapshots of one attention cache, and copies them out to make
     room.
@@ -105,6 +109,8 @@ class AttentionSnapshots:
         self.schedule: SnapshotSchedule[AttentionSnapshot] = SnapshotSchedule()
         self.on_pressure: Callable[[int], bool | None] | None = None
         """See ``CausalCache.on_pressure``."""
+        self.owner: Callable[[], object | None] = nobody
+        """Returns the sessions of a PrefixCache that uses the sequences of this cache; None: nothing does."""
         self._storage: CellStorage | None = None
         self._lazy: list[weakref.ref[AttentionSnapshot]] = []
         self._crowded = 64
@@ -307,6 +313,14 @@ class AttentionSnapshots:
 
         return CellReservation(backend, table, buffers, incoming, cells, keep)
 
+    def full(self, count: int, op: str) -> CacheFullError:
+        """The error for ``count`` cells that are not free."""
+        table = self.storage.table
+        if self.owner() is None:
+            return CacheFullError(count, table.unowned, table.held(), op)
+        remedy = "close one of PrefixCache.sessions, or use a larger capacity"
+        return CacheFullError(count, table.unowned, table.held(), op, remedy)
+
     def _check_room(self, seq: int, begin: int, count: int) -> None:
         """Refuse ``count`` cells if there are too few, even counting the cells to be replaced and those of
         snapshots.
@@ -317,7 +331,7 @@ class AttentionSnapshots:
         try:
             self.reclaim(count)
             if count > table.free:
-                raise CacheFullError(count, table.unowned, table.held(), op="restore")
+                raise self.full(count, "restore")
         finally:
             table.restore_row(seq, saved)
 

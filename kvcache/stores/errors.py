@@ -31,6 +31,9 @@ class StoreError(KVCacheError):
 class StoreUnavailableError(StoreError, RuntimeError):
     """The store cannot be reached or may not be used: no permission, a vanished folder, a missing package."""
 
+    lasting = False
+    """Whether the store must be opened again: to ask it later is of no use."""
+
 
 class StoreReadOnlyError(StoreUnavailableError):
     """The store can be read but not written: its folder or device is read-only."""
@@ -69,12 +72,15 @@ def is_read_only(error: OSError) -> bool:
 
 
 @contextlib.contextmanager
-def translated(op: str, path: Path) -> Iterator[None]:
-    """Translates system errors: StoreFullError, StoreReadOnlyError, otherwise StoreUnavailableError."""
+def translated(op: str, path: Path, remedy: str = "") -> Iterator[None]:
+    """Translates system errors: StoreFullError, StoreReadOnlyError, otherwise StoreUnavailableError, whose
+    message ends with ``remedy``.
+    """
     try:
         yield
     except OSError as error:
         kind: type[StoreError] = StoreFullError if error.errno in _NO_ROOM else StoreUnavailableError
         if error.errno == errno.EROFS:
             kind = StoreReadOnlyError
-        raise kind(f"{op}: {path}: {error.strerror or error}") from error
+        advice = f"; {remedy}" if remedy and kind is StoreUnavailableError else ""
+        raise kind(f"{op}: {path}: {error.strerror or error}{advice}") from error

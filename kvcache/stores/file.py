@@ -323,10 +323,12 @@ class FileStore(Closing):
     def _call(self, op: str) -> Iterator[None]:
         with self._in_flight.running(op), translated(op, self.path):
             if self._folder.vanished:
-                raise StoreUnavailableError(
+                gone = StoreUnavailableError(
                     f"{op}: the folder {self.path} was deleted while it was open; restart the program, or "
                     "open the store again"
                 )
+                gone.lasting = True
+                raise gone
             yield
 
     def _tidy(self) -> None:

@@ -42,7 +42,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._root = self._entries = self._changing = -1
-        with translated("FileStore", path):
+        with translated("FileStore", path, "choose a folder that this process may create and write to"):
             _make(path, 0o700)
             try:
                 self._root = os.open(path, _DIRECTORY)

@@ -66,5 +66,11 @@ if (_pytest := sys.modules.get("pytest")) is not None:
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return getattr(importlib.import_module(_MODULES[name]), name)
+        try:
+            return getattr(importlib.import_module(_MODULES[name]), name)
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f"kvcache.testing needs pytest and hypothesis: pip install 'ml-kvcache[testing]' ({error})",
+                name=error.name,
+            ) from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -162,13 +162,12 @@ class Events:
             import zmq
 
             from kvcache import ZmqPublisher
+
+            publisher = ZmqPublisher(self.kv_events, self.kv_events_replay, self.kv_events_topic)
         except ImportError as error:
             raise ml.NotSupportedError(
                 f"serve: --kv-events needs pyzmq and msgspec: pip install 'ml-kvcache[events]' ({error})"
             ) from error
-
-        try:
-            publisher = ZmqPublisher(self.kv_events, self.kv_events_replay, self.kv_events_topic)
         except zmq.ZMQError as error:
             where = ", ".join(filter(None, (self.kv_events, self.kv_events_replay)))
             raise InvalidRangeError(f"serve: --kv-events: {where} cannot be used ({error})") from error

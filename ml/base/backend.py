@@ -51,12 +51,16 @@ class BaseBackend(ABC):
     features: ClassVar[Features] = Features()
     """The features declared in the record: other dtypes are refused wherever a tensor is created."""
 
-    def __init__(self, name: str, devices: Sequence[DeviceInfo], dtype: DType = DType.F32) -> None:
-        if not dtype.is_float:
-            raise DTypeError(f"open_backend: dtype={dtype!r}; the default dtype must be F32, F16 or BF16")
+    def __init__(self, name: str, devices: Sequence[DeviceInfo], dtype: DType | str = DType.F32) -> None:
+        found = DType.__members__.get(dtype.upper()) if isinstance(dtype, str) else dtype
+        if not isinstance(found, DType) or not found.is_float:
+            raise DTypeError(
+                f"open_backend: dtype={dtype!r:.60}; the default dtype must be F32, F16 or BF16 of ml.DType, "
+                "or one of these names"
+            )
         self._name = name
         self._devices = tuple(devices)
-        self._dtype = dtype
+        self._dtype = found
         self.closed = False
         """Whether ``close`` was called. Read it; ``close`` sets it."""
         self.allocations: dict[int, tuple[int, int]] = {}  # dict operations are atomic: no lock in __del__

@@ -42,5 +42,11 @@ if (_pytest := sys.modules.get("pytest")) is not None:
 
 def __getattr__(name: str) -> Any:
     if name == "BackendTests":
-        return importlib.import_module("ml.testing.backend").BackendTests
+        try:
+            return importlib.import_module("ml.testing.backend").BackendTests
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f"ml.testing needs pytest and hypothesis: pip install 'ml-kvcache[testing]' ({error})",
+                name=error.name,
+            ) from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

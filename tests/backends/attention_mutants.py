@@ -49,6 +49,16 @@ def a_mask_of_one_row_serves_every_query(numpy: ModuleType) -> None:
     numpy.NumpyBackend.attention = attention
 
 
+@mutant(AttentionTests)
+def padded_rows_of_a_mask_are_queries_too(numpy: ModuleType) -> None:
+    def attention(self: Any, ctx: Any, q: Any, k: Any, v: Any, mask: Any, *rest: Any) -> Any:
+        if isinstance(mask, ml.base.BaseTensor) and mask.shape[0] > q.shape[0]:
+            q = q.concat(ctx, ctx.zeros((mask.shape[0] - q.shape[0], *q.shape[1:]), q.dtype), 0)
+        return generic_attention(ctx, q, k, v, mask, *rest)
+
+    numpy.NumpyBackend.attention = attention
+
+
 def partial_mutant(function: Any) -> Any:
     """A partial attention, from a function that is given the context, query, key, value, mask and scale."""
 

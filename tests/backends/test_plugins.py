@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 
 import ml
@@ -68,3 +69,27 @@ def test_without_its_framework_the_probe_says_why_and_what_to_install(
     assert info.install_hint == hint
     with pytest.raises(ml.BackendUnavailableError, match=rf"'{name}' cannot run here: {name} cannot be imp"):
         ml.open_backend(name)
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch", "mlx"])
+def test_the_default_dtype_is_given_by_name_too_and_anything_else_refused(name: str) -> None:
+    for dtype in ("bf16", "BF16", ml.DType.BF16):
+        with ml.open_backend(name, dtype=dtype) as backend, backend.new_context() as ctx:
+            assert ctx.from_numpy([1.0]).dtype is ml.DType.BF16
+    torch = pytest.importorskip("torch")
+    for wrong in (torch.bfloat16, np.float32, "f99", "i32", ml.DType.I32, None):
+        with pytest.raises(ml.DTypeError, match=r"open_backend: dtype=.*must be F32, F16 or BF16"):
+            ml.open_backend(name, dtype=wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "says"),
+    [
+        ("torch", "torch", r"torch.float64; convert it, with \.float\(\)"),
+        ("numpy", "numpy", "float64 has no DType; convert it with astype"),
+    ],
+)
+def test_an_array_of_no_dtype_is_refused_with_what_converts_it(name: str, module: str, says: str) -> None:
+    framework = pytest.importorskip(module)
+    with ml.open_backend(name) as backend, pytest.raises(ml.DTypeError, match=says):
+        backend.new_context().from_native(framework.ones(2, dtype=framework.float64))

@@ -130,3 +130,10 @@ def test_a_trace_is_read_in_the_order_of_time_compressed_or_not(tmp_path: Path) 
     for name in ("a.jsonl", "b.jsonl.xz"):
         assert [one.blocks.tolist() for one in read_trace(tmp_path / name)] == [[7], [1], [1, 2]]
     assert len(read_trace(tmp_path / "a.jsonl", 2)) == 2
+
+
+def test_what_a_closed_session_left_goes_first_and_so_does_what_is_used_last() -> None:
+    asked = (("a", 0.0, A), ("b", 1.0, B), ("c", 2.0, C), ("a", 3.0, A), ("b", 500.0, B), ("c", 600.0, C))
+    requests = [Request(at, prompt, session) for session, at, prompt in asked]
+    found = {how: replay(requests, KINDS["full"], 20, how).found for how in ("device", "closed", "expected")}
+    assert found == {"device": 0, "closed": 9, "expected": 18}

@@ -188,7 +188,7 @@ def test_results_are_kept_and_not_computed_again(
     assert command.main(["transformers", "--table"]) == 0
     whole = capsys.readouterr().out
     assert (
-        "| group | crop | static |\n| --- | --- | --- |\n| 1 | = | = |\n| 2 | = | ~ |\n| 3 | = | r1 |\n"
+        "| group | crop | static |\n|---|---|---|\n| 1 | = | = |\n| 2 | = | ~ |\n| 3 | = | r1 |\n"
         in whole
     )
     assert "| 1 | 2 | gpt2, llama |" in whole

@@ -180,8 +180,9 @@ def test_what_transformers_mixes_into_each_models_tests_runs_on_some_models(
     (tmp_path / "tests" / "generation" / "test_utils.py").write_text(GENERATION)
     (tmp_path / peers_tests.PAGE).write_text("<!-- table: own-tests -->\n\n<!-- end -->")
     monkeypatch.setattr(pages, "DOCS", tmp_path)
-    monkeypatch.setattr(peers_transformers, "GENERATING", ("llama", "qwen3_next"))
-    assert peers_tests.main(["transformers", "--source", str(tmp_path), "--record"]) == 0
+    monkeypatch.setattr(peers_transformers, "GENERATING", ("llama", "mistral", "qwen3_next"))
+    cases = ["--case", "llama", "--case", "qwen3_next"]
+    assert peers_tests.main(["transformers", "--source", str(tmp_path), "--record", *cases]) == 0
     record = json.loads((tmp_path / peers_tests.RECORD).read_text())["transformers"]
     assert record["generation/test_utils.py"]["tests"] == {
         "passed": {f"{name}.test_generates": "1 HFCache" for name in ("llama", "qwen3_next")},

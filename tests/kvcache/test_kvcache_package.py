@@ -70,3 +70,34 @@ def test_what_is_not_there_is_an_attribute_error(name: str) -> None:
         getattr(kvcache, name)
     with pytest.raises(ImportError):
         exec(f"from kvcache import {name}")
+
+
+WITHOUT = """
+import sys
+sys.modules.update(dict.fromkeys({absent!r}))
+try:
+    {code}
+except ImportError as error:
+    print(error)
+"""
+"""``code`` where some packages are not installed."""
+
+
+@pytest.mark.parametrize(
+    ("absent", "code", "says"),
+    [
+        (["zmq"], "from kvcache import *; ZmqPublisher", ""),
+        (["msgspec"], "from kvcache import *; ZmqPublisher()", "ml-kvcache[events]"),
+        (["transformers"], "import kvcache.integrations.transformers", "ml-kvcache[transformers]"),
+        (["torch"], "from kvcache.integrations.transformers import HFCache", "ml-kvcache[transformers]"),
+        (["mlx_lm"], "import kvcache.integrations.mlx_lm", "ml-kvcache[mlx-lm]"),
+        (["mlx", "mlx.core"], "from kvcache.integrations.mlx_lm import CachePool", "ml-kvcache[mlx-lm]"),
+        (["pytest"], "from ml.testing import BackendTests", "ml-kvcache[testing]"),
+        (["pytest"], "from kvcache.testing import CacheTests", "ml-kvcache[testing]"),
+    ],
+)
+def test_what_an_absent_package_takes_away_names_the_extra(absent: list[str], code: str, says: str) -> None:
+    script = WITHOUT.format(absent=absent, code=code)
+    line = [sys.executable, "-I", "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{script}"]
+    ended = subprocess.run(line, capture_output=True, text=True, check=True, timeout=120)
+    assert (f"pip install '{says}'" in ended.stdout) if says else not ended.stdout

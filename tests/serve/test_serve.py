@@ -262,6 +262,10 @@ def test_what_the_guide_shows_can_be_asked(serving: Serving, capsys: Any) -> Non
     for block in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
         exec(block.replace("http://127.0.0.1:8000", serving.url), {})
     assert capsys.readouterr().out.strip()
+    asked = re.findall(r"^curl .*/v1/([\w/]+) .*\n  -d '(.*)'$", page, re.MULTILINE)
+    assert [path for path, _ in asked] == ["completions", "chat/completions"]
+    for path, body in asked:
+        assert serving.post(json.loads(body), path).status_code == 200
 
 
 # Models, and what is refused.

@@ -20,6 +20,14 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+try:
+    import mlx_lm  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"kvcache.integrations.mlx_lm needs mlx-lm: pip install 'ml-kvcache[mlx-lm]' ({error})",
+        name=error.name,
+    ) from error
+
 from kvcache.cache import InvalidRangeError, check_whole
 from kvcache.integrations.mlx_lm.attention import ChunkedKVCache, KVCache, RotatingKVCache
 from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache

@@ -68,7 +68,8 @@ def adopt(prompt_cache: Sequence[Any], pool: CachePool, tokens: int | None = Non
     """A prompt cache of ``pool`` with what a prompt cache of mlx-lm's own classes holds; copies the data.
 
     Quantized entries are stored as they are where the pool has the same groups (``dtype="AFFINE4_64"``, say),
-    else read, and stored as the pool does.
+    else read, and stored as the pool does. Of a file that a quantized pool wrote, mlx-lm's own loader gives
+    values, which are quantized again: ``load_prompt_cache`` of this package takes the codes.
 
     mlx-lm's recurrent entries do not tell how many tokens they have seen. Where all layers are recurrent,
     ``tokens`` does; None counts them as one, so that ``offset`` and ``rewind`` are short by the rest.

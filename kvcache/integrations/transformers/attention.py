@@ -133,10 +133,37 @@ def attention(
 
 def _says(module: torch.nn.Module, name: str, given: object) -> bool:
     """Whether a keyword asks for something: also one that we do not know, unless it is handed on unread."""
-    if name in _SAYS_NOTHING or given is None or given is False:
+    if name in _SAYS_NOTHING:
         return False
     kind: Any = type(module)  # mypy takes the class of a Module for unhashable
+    read = _read_by(_eager_of(kind))
+    if name in read:
+        return given is not read[name]
+    if given is None or given is False:
+        return False
     return name in _KNOWN or isinstance(given, torch.Tensor | float) or name in _own_names(kind)
+
+
+def _eager_of(kind: type) -> Callable[..., Any] | None:
+    """A model's own attention in plain operations, by the class of its attention layers."""
+    for one in kind.__mro__:
+        body: Callable[..., Any] | None = getattr(
+            sys.modules[one.__module__], "eager_attention_forward", None
+        )
+        if body is not None:
+            return body
+    return None
+
+
+@functools.cache
+def _read_by(body: Callable[..., Any] | None) -> dict[str, object]:
+    """The keywords that a function reads, by its parameters or from its ``**kwargs``, and their defaults."""
+    code = getattr(inspect.unwrap(body), "__code__", None) if body else None
+    if body is None or code is None:
+        return {}
+    parameters = inspect.signature(body).parameters.values()
+    found: dict[str, object] = dict.fromkeys(one for one in code.co_consts if isinstance(one, str))
+    return found | {one.name: one.default for one in parameters if one.kind is not one.VAR_KEYWORD}
 
 
 @functools.cache
@@ -201,16 +228,11 @@ def _attend(key: Any, *arguments: Any) -> torch.Tensor | None:
 
 def _eager(module: torch.nn.Module, asked: Sequence[str], reason: str) -> Callable[..., Any]:
     """The model's own attention in plain operations. NotSupportedError unless it knows all of ``asked``."""
-    for kind in type(module).__mro__:
-        body: Callable[..., Any] | None = getattr(
-            sys.modules[kind.__module__], "eager_attention_forward", None
-        )
-        if body is not None:
-            break
+    body = _eager_of(type(module))
     code = getattr(inspect.unwrap(body), "__code__", None) if body else None
     known = {"output_attentions", "indices"} if body else set()
     if code is not None:
-        known |= {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], *code.co_names}
+        known |= {*_read_by(body), *code.co_names}
     strange = [name for name in asked if name not in known and _IN_EAGER.get(name) not in known]
     if body is None or strange:
         raise NotSupportedError(

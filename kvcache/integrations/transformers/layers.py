@@ -22,7 +22,9 @@ __all__ = [
 ]  # fmt: skip
 
 
-_INSIDE = {"bind", "check_mask", "detach", "layer_class_to_replicate", "of", "offloading", "rows"}
+_INSIDE = {
+    "bind", "check_mask", "detach", "layer_class_to_replicate", "least_held", "of", "offloading", "rows",
+}  # fmt: skip
 
 
 class RowsCache(TransformersCache):  # type: ignore[misc]
@@ -75,7 +77,12 @@ class RowsCache(TransformersCache):  # type: ignore[misc]
         ``recurrent``: it is that of layers with states.
         """
         if recurrent:
-            check_padding(self.rows.pool.plan.model_type, mask, tokens)
+            check_padding(self.rows.pool.plan.model_type, mask, self.least_held, tokens)
+
+    @property
+    def least_held(self) -> int:
+        """Tokens that each row holds, at the least."""
+        return self.rows.length
 
     @property
     def nbytes(self) -> int:

@@ -45,15 +45,16 @@ def check_positions(given: Mapping[str, Any], held: int, tokens: int, removed: i
         )
 
 
-def check_padding(model_type: str, mask: torch.Tensor, tokens: int) -> None:
+def check_padding(model_type: str, mask: torch.Tensor, held: int, tokens: int) -> None:
     """Refuse a mask (rows, tokens so far) of a pass of ``tokens`` with padding that enters the states.
 
-    That on the left of a row's first token does not, in a pass of several: NotSupportedError for others.
+    That on the left of a row's first token does not, in a pass of several: NotSupportedError for others, and
+    where a mask of fewer columns than the ``held`` tokens and the new ones does not tell which was the first.
     """
     hidden = mask[:, -tokens:] == 0
     if not bool(hidden.any()):
         return
-    if tokens > 1:
+    if tokens > 1 and mask.shape[1] >= held + tokens:
         hidden &= mask.cumsum(1)[:, -tokens:] > 0
     where = hidden.nonzero()
     if len(where):

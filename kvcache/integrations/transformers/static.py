@@ -101,6 +101,12 @@ class HFStaticCache(RowsCache):
         plan = rows.pool.plan
         TransformersCache.__init__(self, layers=[_layer(rows, i, kind) for i, kind in enumerate(plan.layers)])
 
+    @property
+    def least_held(self) -> int:
+        """1 where layers have states, of which nobody counts the tokens."""
+        states = [layer for layer in _layers(self) if isinstance(layer, StaticLinearLayer)]
+        return int(any(any(layer.has_previous_state.values()) for layer in states))
+
     def crop(self, tokens: int) -> None:
         """Take the last ``-tokens`` back, or keep the first ``tokens`` where it is > 0.
 
@@ -318,6 +324,9 @@ class StaticAttentionLayer(StaticLayer):  # type: ignore[misc]
     def _check(self, tokens: int) -> None:
         on_cpu = self.cumulative_length.device.type == "cpu"
         held = int(self.cumulative_length) if on_cpu else self.rows.seen[self.layer]
+        if held and tokens > 1:
+            remedy = f"pass these {tokens} tokens one at a time"
+            self.rows.pool.plan.refuse("HFStaticCache", Trait.BY_ONE, remedy)
         if held + tokens > self.max_cache_len:
             raise CacheFullError(
                 tokens, self.max_cache_len - held, dict.fromkeys(self.rows.sequences, held), "HFStaticCache",

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import re
 
-import transformers
-
 from kvcache import NotSupportedError
+
+try:
+    import torch  # noqa: F401
+    import transformers
+except ImportError as error:
+    raise ImportError(
+        "kvcache.integrations.transformers needs transformers and PyTorch: "
+        f"pip install 'ml-kvcache[transformers]' ({error})",
+        name=error.name,
+    ) from error
 
 __all__ = ["check_version"]
 

@@ -336,7 +336,7 @@ def test_the_code_of_the_page_runs_and_says_what_mlx_lm_says(
     assert names["batch"].texts == names["batch_again"].texts
     assert names["batch"].texts == mlx_lm.batch_generate(model, tokenizer, prompts, max_tokens=12).texts
     assert names["position"] == 6
-    assert server.load("model")[0].make_cache()[0].rows.pool.max_sequences == 8
+    assert server.load("model")[0].make_cache()[0].rows.pool.max_sequences == 52
     assert all(cache[0].empty() for cache in names["caches"])  # what goes into a batch stays as it was
     responses = mlx_lm.stream_generate(model, tokenizer, "!", prompt_cache=names["story_again"], max_tokens=6)
     again = mlx_lm.stream_generate(model, tokenizer, "!", prompt_cache=names["story"], max_tokens=6)

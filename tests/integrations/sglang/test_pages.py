@@ -135,7 +135,7 @@ def test_what_stands_under_a_pages_name_and_is_another_one_is_dropped(caplog: An
         assert not read(store, pool, "a", 0)
         assert store.leading(kind, ["a"]) == 0
     assert not pool.kv.any()
-    assert "it is dropped and computed again" in caplog.text
+    assert "its content is computed again" in caplog.text
 
 
 def test_the_next_store_is_read_where_the_first_one_fails() -> None:

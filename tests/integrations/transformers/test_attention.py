@@ -403,6 +403,30 @@ class TestOtherWays:
         assert told == [value, value]
         attention._own_names.cache_clear()
 
+    @pytest.mark.parametrize("cache", [None, transformers.DynamicCache, HFCache], ids=str)
+    @pytest.mark.parametrize("value", [3, "3", False, 3.0], ids=repr)
+    @pytest.mark.parametrize("named", [True, False])
+    def test_a_keyword_that_the_models_own_attention_reads_is_honoured(
+        self, named: bool, value: Any, cache: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Where the caller of the model gives it, which its layers hand on unread."""
+
+        def by_name(*given: Any, scaling: float, sharpness: Any = 1, **options: Any) -> Any:
+            return own(*given, scaling=scaling * float(sharpness), **options)
+
+        def of_the_rest(*given: Any, scaling: float, **options: Any) -> Any:
+            return own(*given, scaling=scaling * float(options.pop("sharpness", 1)), **options)
+
+        own, ids = modeling_llama.eager_attention_forward, hf.tokens(2)
+        monkeypatch.setattr(modeling_llama, "eager_attention_forward", by_name if named else of_the_rest)
+        made, eager = (hf.model("llama", way) for way in (attention.ATTENTION, "eager"))
+        with torch.no_grad():
+            expected = eager(ids, sharpness=value, use_cache=False).logits
+            found = made(ids, sharpness=value, past_key_values=cache and cache(config=made.config)).logits
+            plain = made(ids, use_cache=False).logits
+        hf.close(found, expected)
+        assert (found - plain).abs().max() > 1e-3
+
     def test_what_is_for_other_parts_of_a_model_is_handed_on(self) -> None:
         made, ids = hf.model("llama", attention.ATTENTION), hf.tokens(2)
         cache, more = HFCache(made.config, capacity=32), {"output_router_logits": True, "of_another_part": 7}

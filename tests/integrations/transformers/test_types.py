@@ -70,6 +70,17 @@ class TestPaddingBesideStates:
             with pytest.raises(NotSupportedError, match="hides token 12 of row 1"):
                 case.generate({"input_ids": ids, "attention_mask": mask}, cache)
 
+    @pytest.mark.parametrize("kind", [HFCache, HFStaticCache])
+    @pytest.mark.parametrize("label", ["qwen3_next", "mamba2"])
+    def test_a_mask_of_a_later_turn_alone_hides_nothing(self, label: str, kind: Any) -> None:
+        """Its left is not where the row begins."""
+        case, ids, mask = census.Case(label), hf.tokens(2, 13), torch.ones(2, 4, dtype=torch.long)
+        mask[1, :2] = 0
+        cache = kind(case.config, capacity=32)
+        case.feed(cache, ids[:, :9])
+        with pytest.raises(NotSupportedError, match=f"hides token 0 of row 1.* states of {label}"):
+            case.feed(cache, ids[:, 9:], mask)
+
     @pytest.mark.parametrize("label", ["qwen3_next", "lfm2", "mamba2"])
     def test_on_the_left_may_take_several_passes(self, label: str) -> None:
         case, ids, mask = census.Case(label), hf.tokens(2, 14), torch.ones(2, 14, dtype=torch.long)
@@ -78,6 +89,26 @@ class TestPaddingBesideStates:
         for begin, end in ((0, 4), (4, 8), (8, 14)):
             found = case.feed(cache, ids[:, begin:end], mask[:, :end])
         hf.close(found, theirs[:, 8:], 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("label", "kind"),
+    [
+        ("jamba", HFCache),
+        ("jamba", HFStaticCache),
+        ("zamba", HFCache),
+        ("zamba", HFStaticCache),
+        ("recurrent_gemma", HFStaticCache),
+    ],
+)
+def test_types_that_forget_their_state_get_one_token_at_a_time_behind_it(label: str, kind: Any) -> None:
+    case, ids = census.Case(label), hf.tokens(1, 12)
+    cache, expected = kind(case.config, capacity=32), case.feed(None, ids)
+    case.feed(cache, ids[:, :9])
+    with pytest.raises(NotSupportedError, match=r"pass these 3 tokens one at a time"):
+        hf.feed(case.model, cache, ids[:, 9:])
+    found = [case.feed(cache, ids[:, at : at + 1]) for at in range(9, 12)]
+    hf.close(torch.cat(found, 1), expected[:, 9:], 1e-3)
 
 
 def test_a_second_generate_goes_on_from_states_alone() -> None:

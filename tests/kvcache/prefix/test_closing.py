@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import kvcache
 import ml
 from kvcache import Batch, CausalCache, PrefixCache
 from kvcache.stores import MemoryStore
@@ -43,3 +44,38 @@ def test_one_that_is_dropped_says_so_at_once(
     del prefix
     gc.collect()
     assert ["ended without close()" in message for message in caplog.messages] == [True] * warns
+
+
+def test_a_backend_that_was_closed_first_is_named_without_a_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prefix = kept()
+    prefix.cache.backend.close()
+    prefix.close()
+    first, last = caplog.records
+    assert "640 bytes are lost, as the backend was closed before" in first.getMessage()
+    assert first.exc_info is None
+    assert "640 B could not be written to any store" in last.getMessage()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_session_whose_cache_was_closed_first_says_so(keep: bool) -> None:
+    prefix = kept()
+    session = prefix.begin([1, 2])
+    prefix.cache.close()
+    with pytest.raises(kvcache.ClosedError, match=r"^close: the cache was closed before this session"):
+        session.close(keep)
+    assert session.closed
+    assert prefix.sessions == ()
+    prefix.close()
+
+
+def test_a_session_that_its_prefix_cache_closed_says_so() -> None:
+    prefix = kept()
+    session, other = prefix.begin([1, 2]), prefix.begin([3])
+    other.close()
+    with pytest.raises(kvcache.ClosedError, match=r"^extend: the session is closed$"):
+        other.extend([3])
+    prefix.close()
+    with pytest.raises(kvcache.ClosedError, match=r"^extend: the session is closed, as its PrefixCache is"):
+        session.extend([3])

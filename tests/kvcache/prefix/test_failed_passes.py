@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ import ml
 from kvcache import (
     Batch,
     CausalCache,
+    InvalidBatchError,
     OrderError,
     PrefixCache,
     PrefixOptions,
@@ -162,12 +164,15 @@ def test_a_session_that_cannot_be_closed_keeps_no_other_from_the_store(
     assert store.usage().entries > 0
 
 
-def test_a_conversation_that_lacks_its_first_token_is_not_kept(backend: ml.Backend) -> None:
-    model = Model(backend, CausalCache())
+@pytest.mark.parametrize("make", [CausalCache, lambda: SlidingWindowCache(30)])
+def test_a_conversation_that_lacks_its_first_token_is_refused(backend: ml.Backend, make: Any) -> None:
+    model = Model(backend, make())
     with PrefixCache(model.cache) as prefix:
         with prefix.begin(PROMPT) as session:
-            model.evaluate(session, PROMPT, late=1)
-        assert prefix.longest(PROMPT) == 0
+            with pytest.raises(InvalidBatchError, match=r"holds no token from position 0 on.*begins at 1"):
+                model.evaluate(session, PROMPT, late=1)
+            model.evaluate(session, PROMPT)
+        assert prefix.longest([*PROMPT, 1]) == 20
 
 
 def test_when_the_very_first_pass_raises_inside_its_session_nothing_is_kept(backend: ml.Backend) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,6 +16,7 @@ import ml
 from kvcache.prefix.outages import FIRST, LONGEST, READING, WRITING, Outages
 from kvcache.prefix.tiers import StoreTier
 from kvcache.stores import (
+    FileStore,
     Keys,
     MemoryStore,
     SerializedSnapshot,
@@ -180,6 +183,27 @@ def test_a_store_that_may_only_be_read_is_not_called_out_of_reach(
     expected = "a store is read-only: put: /x is read-only; new content is not kept there"
     assert lines(caplog) == [expected]
     assert outages.asks(store, READING)
+
+
+def test_a_folder_that_was_deleted_is_promised_no_other_attempt(
+    clock: Clock, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    with FileStore(tmp_path / "kept") as store:
+        shutil.rmtree(tmp_path / "kept")
+        with pytest.raises(StoreUnavailableError, match="was deleted while it was open") as gone:
+            store.stat(["a"])
+        Outages(clock).failed(store, READING, gone.value)
+    (line,) = lines(caplog)
+    assert line.startswith("a store is gone: stat: the folder ")
+    assert "attempt" not in line
+
+
+def test_a_folder_that_cannot_be_made_says_which_can(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        StoreUnavailableError, match=r"FileStore: .*: Not a directory; choose a folder that this"
+    ):
+        FileStore(tmp_path / "file")
 
 
 def test_a_store_that_is_full_is_one_line_until_it_has_room(

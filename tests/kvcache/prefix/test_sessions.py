@@ -9,7 +9,8 @@ import pytest
 
 import kvcache
 import ml
-from kvcache.prefix.prefix_cache import PrefixCache, SessionReplacedError
+from kvcache import Batch, branches
+from kvcache.prefix.prefix_cache import PrefixCache, SessionLimitError, SessionReplacedError
 from kvcache.prefix.tiers import HostTier
 from kvcache.stores import MemoryStore
 from kvcache.testing.rigs.protocol import InjectedError
@@ -178,6 +179,127 @@ def test_nothing_is_kept_of_a_sequence_that_was_replaced(talk: Talk, cache: str)
     one.close()
     assert [r.keep([1, 2, 3, 4]), r.keep([5, 6, 7, 8])] == [0, 0]
     r.check_books()
+
+
+@pytest.mark.parametrize("cache", ["causal", "sliding", "wrapper", "recurrent"])
+def test_a_pass_behind_tokens_that_were_removed_is_refused(talk: Talk, cache: str) -> None:
+    r = talk(cache)
+    chat = r.chat([1, 2, 3])
+    r.cache.remove(chat.seq, 0)
+    chat.session.extend([4])
+    with pytest.raises(kvcache.InvalidBatchError, match="position 0"):
+        r.start_only(chat.seq, 3, 1)
+    assert r.cache.offset(chat.seq) == 0
+    r.evaluate(chat.seq, [], [1, 2, 3, 4])  # all of them again
+    chat.close()
+    r.prefix.close()
+    if cache == "causal":  # what no PrefixCache uses may have gaps
+        r.start_only(0, 3, 1)
+
+
+def test_a_position_that_a_session_holds_is_given_back_by_its_rewind(talk: Talk) -> None:
+    r = talk()
+    chat = r.chat([1, 2, 3])
+    with pytest.raises(kvcache.InvalidBatchError, match=r"position 1; call rewind\(1\) of its session"):
+        r.start_only(chat.seq, 1, 1)
+    chat.close()
+    r.prefix.close()
+    r.start_only(0, 0, 2)
+    with pytest.raises(kvcache.InvalidBatchError, match=r"position 1; call remove\(0, 1\)"):
+        r.start_only(0, 1, 1)
+
+
+def test_a_full_cache_names_what_frees_cells(talk: Talk) -> None:
+    r = talk(max_sequences=2, capacity=8, tiers=[HostTier("1MiB")])
+    chat = r.chat(LONG[:10])
+    chat.close()
+    other = r.chat([1, *LONG[:11]])
+    with pytest.raises(
+        kvcache.CacheFullError, match=r"^begin: 9 cells .* 4 are free.*close one of Prefix"
+    ) as hit:
+        r.begin(LONG[:10])
+    assert (hit.value.asked, hit.value.free, hit.value.held) == (9, 4, {other.seq: 12})
+    assert [session.seq for session in r.prefix.sessions] == [other.seq]
+    with pytest.raises(kvcache.CacheFullError, match=r"^start_forward.*close one of PrefixCache.sessions"):
+        r.start_only(other.seq, 12, 5)
+    other.close()
+    assert r.keep(LONG[:10]) == 9, "as the message says"
+    r.prefix.close()
+    with pytest.raises(kvcache.CacheFullError, match="remove a sequence"):
+        r.start_only(0, 0, 17)
+
+
+@pytest.mark.parametrize("cache", ["causal", "recurrent"])
+def test_a_branch_in_a_free_sequence_is_left_alone(talk: Talk, cache: str) -> None:
+    r = talk(cache, max_sequences=3)
+    chat = r.chat([1, 2])
+    branches.fork(r.cache, chat.seq, [1])
+    r.evaluate(1, [1, 2], [5])
+    other = r.chat([7, 8, 9])
+    assert (other.seq, r.cache.offset(1)) == (2, 3)
+    r.evaluate(1, [1, 2, 5], [6])  # the branch goes on
+    with pytest.raises(
+        SessionLimitError, match=r"begin: 2 sessions are open.*\[1\] hold tokens of no session"
+    ):
+        r.begin([3])
+    with pytest.raises(SessionLimitError, match="adopt: 2 sessions"):
+        r.prefix.adopt([7, 8, 9], other.session.snapshots())
+    branches.drop(r.cache, [1])
+    assert r.begin([3]).seq == 1
+
+
+def test_a_sequence_that_could_not_be_emptied_is_used_again(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    r = talk(max_sequences=1)
+    chat = r.chat([1, 2])
+
+    def fail(*_: Any) -> None:
+        raise InjectedError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(r.cache, "remove", fail)
+        with pytest.raises(InjectedError):
+            chat.session.close()
+    assert r.cache.offset(chat.seq) == 2
+    assert r.begin([7, 8]).seq == chat.seq
+
+
+@pytest.mark.parametrize("call", ["begin", "rewind", "close"])
+@pytest.mark.parametrize("cache", ["causal", "recurrent"])
+def test_a_pass_that_a_call_of_sessions_ended_says_so(talk: Talk, cache: str, call: str) -> None:
+    r = talk(cache)
+    chat = r.chat([1, 2])
+    with r.backend.new_context() as ctx:
+        r.cache.start_forward(ctx, Batch([2], [chat.seq]))
+        {"begin": lambda: r.begin([3]), "rewind": lambda: chat.session.rewind(1), "close": chat.close}[call]()
+        row = ctx.zeros((1, 1, 4), DType.F32)
+        with pytest.raises(kvcache.OrderError, match=rf"put: .*start_forward.*(PrefixCache|Session).*{call}"):
+            r.cache.put(ctx, row, row)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda r, s: r.prefix.begin("hello"), "begin: tokens='hello'.*tokenizer"),
+        (lambda r, s: r.prefix.longest(3), r"longest: tokens=3; .*pass \[3\]"),
+        (lambda r, s: r.prefix.adopt([-1], []), "adopt: token -1"),
+        (lambda r, s: s.extend(3), r"extend: tokens=3; .*pass \[3\]"),
+        (lambda r, s: s.extend([1.5]), r"extend: token 1.5"),
+        (lambda r, s: branches.fork(r.cache, s.seq, 1), r"fork: into=1; .* \[1\]"),
+        (lambda r, s: branches.keep(r.cache, s.seq, 1, 2), r"keep: losers=2; .* \[1\]"),
+        (lambda r, s: branches.drop(r.cache, 1), r"drop: branches=1; .* \[1\]"),
+    ],
+)
+def test_what_is_no_list_of_tokens_or_sequences_is_named_with_the_call(
+    talk: Talk, call: Callable[[Rig, Any], object], says: str
+) -> None:
+    r = talk()
+    chat = r.chat([1, 2])
+    with pytest.raises(kvcache.InvalidRangeError, match=f"^{says}"):
+        call(r, chat.session)
+    assert chat.session.tokens == [1, 2]
+    assert r.cache.held() == {chat.seq: 2}
 
 
 def test_a_cache_takes_one_prefix_cache_at_a_time(talk: Talk) -> None:
