@@ -64,8 +64,8 @@ def check_missing(op: str, prompt: int, stored: int, count: int, drafts: int = 0
     if stored < prompt and count > most:
         raise OrderError(
             f"{op}: {count} tokens from position {stored} on, in a conversation of {prompt} tokens; give "
-            f"the model only what is missing, session.remaining ({prompt - stored}; prefill returns or leaves the "
-            "last one); extend the session before a further turn"
+            f"the model only what is missing, session.remaining ({prompt - stored}; prefill returns or "
+            "leaves the last one); extend the session before a further turn"
         )
 
 

@@ -10,8 +10,9 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
-from mlx.nn.layers import Embedding, QuantizedEmbedding
 from mlx.nn.layers.distributed import AllToShardedLinear, QuantizedAllToShardedLinear
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.quantized import QuantizedEmbedding
 from mlx_lm.generate import generate_step
 
 import ml
