@@ -177,15 +177,6 @@ def test_a_dynamic_cache_takes_new_memory_at_every_step(hf: Transformers) -> Non
 
 
 @pytest.mark.parametrize("column", [DYNAMIC, STATIC])
-def test_gradients_flow_through_caches_of_transformers(hf: Transformers, column: int) -> None:
-    assert cell("Gradients flow through it", column) == "yes"
-    key = hf.torch.ones(1, 2, 3, 32, requires_grad=True)
-    keys, _ = hf.of(column, hf.plain).update(key, key, 0)
-    keys.sum().backward()
-    assert key.grad.sum().item() == key.numel()
-
-
-@pytest.mark.parametrize("column", [DYNAMIC, STATIC])
 def test_caches_of_transformers_keep_a_layer_where_its_first_keys_are(hf: Transformers, column: int) -> None:
     assert cell("Layers over devices", column) == "yes: where a layer's first keys are"
     cache = hf.of(column, hf.sliding)
