@@ -64,7 +64,7 @@ BUGS: dict[str, list[Bug]] = {
         ("prefix.radix_tree:common_length", "sessions_see",
          lambda f, one, other: min(f(one, other) + 1, one.size, other.size)),
         ("prefix.alphabet:Alphabet._number", "sessions_see",
-         lambda f, self, token: f(self, b"" if type(token) is bytes else token)),
+         lambda f, self, token, op: f(self, b"" if type(token) is bytes else token, op)),
     ],
     "tests/kvcache/prefix/test_finding.py": [
         ("prefix.prefix_tree:PrefixTree._send", "each_tier_gives_back_what_it[causal]", NOTHING),
