@@ -106,7 +106,7 @@ class Conversation:
 
     @property
     def remaining(self) -> list[int]:
-        """The tokens to evaluate next: of the prompt, and of ``extend``, what the cache lacks."""
+        """The tokens to evaluate next: those of the prompt and of ``extend`` that the cache lacks."""
         return self.tokens[self._stored_tokens() :]
 
     def _parts(self, size: int) -> Iterator[tuple[int, int]]:

@@ -91,7 +91,9 @@ class MLXModel(DrivenModel):
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], backend: ml.Backend, dtype: ml.DType) -> MLXModel:
-        """The model in a folder, in ``dtype``, on a ``backend`` of MLX; quantized weights stay so."""
+        """The model in a folder, converted to ``dtype``, on an MLX ``backend``; quantized weights stay
+        quantized.
+        """
         loaded = LoadedFolder(folder)
         made, config = load_model(Path(folder))
         made.set_dtype(_DTYPES[dtype])

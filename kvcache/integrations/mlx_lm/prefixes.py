@@ -34,7 +34,7 @@ _OF_CACHES = {
     "kv_bits": "MLXPrefixCache(dtype=) says what K and V are stored as",
     "input_embeddings": "prefixes are found by tokens alone; call generate_step without MLXPrefixCache",
 }
-"""Options of ``generate_step`` that prefixes leave no room for, and what takes their place."""
+"""Options of ``generate_step`` that prefixes exclude, and the alternative."""
 _DRAWN = ("temp", "temperature", "top_p", "top_k", "min_p")
 _OF_SAMPLERS = "pass sampler=mlx_lm.sample_utils.make_sampler(temp=..., top_p=..., min_p=..., top_k=...)"
 
@@ -236,8 +236,8 @@ class MLXPrefixCache(SharedPrefixes):
             except ClosedError:
                 self.check_open("generate")
                 raise
-            except GeneratorExit:  # the caller has heard enough
-                with suppress(ClosedError):  # by the cache, meanwhile
+            except GeneratorExit:  # the caller stopped
+                with suppress(ClosedError):  # the cache was closed meanwhile
                     session.extend(said)
                 raise
             session.extend(said)

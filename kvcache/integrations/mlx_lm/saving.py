@@ -51,25 +51,27 @@ def load_prompt_cache(
             f"load_prompt_cache: pool is a {type(pool).__name__}; it must be the CachePool to load into"
         )
     try:
-        found, metadata = mlx_caches.load_prompt_cache(file_name, return_metadata=True)
-        codes = codes_in(file_name, len(found), pool.storage.layers)
+        loaded, metadata = mlx_caches.load_prompt_cache(file_name, return_metadata=True)
+        codes = codes_in(file_name, len(loaded), pool.storage.layers)
     except (ValueError, RuntimeError, LookupError, TypeError) as error:
         raise InvalidRangeError(
             f"load_prompt_cache: {file_name} cannot be read as what save_prompt_cache writes ({error}); "
             "mlx_lm.load loads models, and kvcache load the files of kvcache save"
         ) from error
-    prompt_cache = _adopted(found, pool, tokens, codes, "load_prompt_cache")
+    prompt_cache = _adopted(loaded, pool, tokens, codes, "load_prompt_cache")
     return (prompt_cache, metadata) if return_metadata else prompt_cache
 
 
 def adopt(prompt_cache: Sequence[Any], pool: CachePool, tokens: int | None = None) -> list[Any]:
     """A prompt cache of ``pool`` with the content of a prompt cache of mlx-lm's own classes; copies the data.
     Codes of quantized entries are copied if the pool has the same groups (``dtype="AFFINE4_64"``, for
-    example), else they are dequantized and stored in the pool's format.
+    example), else they are dequantized and stored in the pool's format. For a file of a quantized pool,
+    mlx-lm's own loader returns values, which are quantized again; this package's ``load_prompt_cache`` loads
+    the codes.
 
-    Quantized entries are stored as they are where the pool has the same groups (``dtype="AFFINE4_64"``, say),
-    else read, and stored as the pool does. Of a file that a quantized pool wrote, mlx-lm's own loader gives
-    values, which are quantized again: ``load_prompt_cache`` of this package takes the codes.
+    mlx-lm's recurrent entries do not know how many tokens they have seen. If all layers are recurrent,
+    ``tokens`` gives the number; None counts as one, so ``offset`` and ``rewind`` are then too small by the
+    rest.
 
     Raises InvalidRangeError if the two belong to different models or ``tokens`` is wrong, NotSupportedError
     for classes that ``CachePool`` does not replace, CacheFullError and SequencesTakenError if it does not

@@ -46,16 +46,15 @@ def check_positions(arguments: Mapping[str, Any], stored: int, tokens: int, remo
         )
 
 
-def check_padding(model_type: str, mask: torch.Tensor, held: int, tokens: int) -> None:
-    """Refuse a mask (rows, tokens so far) of a pass of ``tokens`` with padding that enters the states.
-
-    That on the left of a row's first token does not, in a pass of several: NotSupportedError for others, and
-    where a mask of fewer columns than the ``held`` tokens and the new ones does not tell which was the first.
+def check_padding(model_type: str, mask: torch.Tensor, stored: int, tokens: int) -> None:
+    """Raise NotSupportedError for a mask (rows, tokens so far), for a pass of ``tokens``, with padding that
+    would enter the states. Padding on the left of a row's first token does not, in a pass of several tokens
+    with a mask of all columns: those of the ``stored`` and the new tokens.
     """
     hidden = mask[:, -tokens:] == 0
     if not bool(hidden.any()):
         return
-    if tokens > 1 and mask.shape[1] >= held + tokens:
+    if tokens > 1 and mask.shape[1] >= stored + tokens:
         hidden &= mask.cumsum(1)[:, -tokens:] > 0
     where = hidden.nonzero()
     if len(where):

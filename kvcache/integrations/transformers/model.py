@@ -88,7 +88,7 @@ class TransformersModel(DrivenModel):
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], backend: ml.Backend, dtype: ml.DType) -> TransformersModel:
-        """The model in a folder, in ``dtype``, on the first device of a torch ``backend``."""
+        """The model in a folder, converted to ``dtype``, on the first device of a torch ``backend``."""
         loaded = LoadedFolder(folder)
         made, report = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch_dtype(dtype), output_loading_info=True

@@ -338,9 +338,9 @@ class HFPrefixCache(SharedPrefixes):
 
     def vocabulary(self) -> int | None:
         """How many token ids the model's embedding has; None: not known."""
-        found = getattr(generating(self.model), "get_input_embeddings", lambda: None)
+        embeddings = getattr(generating(self.model), "get_input_embeddings", lambda: None)
         try:
-            size: int | None = getattr(found(), "num_embeddings", None)
+            size: int | None = getattr(embeddings(), "num_embeddings", None)
         except NotImplementedError:
             return None
         return size
@@ -406,7 +406,7 @@ class HFPrefixCache(SharedPrefixes):
         prompt = input_ids[0].tolist()
         with self.begin(prompt, salt, shared) as session:
             session.prefill(prefill_size)
-            if options.get("custom_generate") is not None:  # which may draft without telling
+            if options.get("custom_generate") is not None:  # which may draft tokens
                 session.cache.rows.drafts = MOST_DRAFTS
             with _given_the_rest(self.model, session.cache):
                 out = self.model.generate(

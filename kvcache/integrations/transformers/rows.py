@@ -69,10 +69,13 @@ class BatchRows(ClaimedRows):
         self.length = 0
         """Tokens of every row, including those of the current pass."""
         self.seen = [0] * pool.plan.numbers
-        """How many of them each layer has had; behind these, what is beside K and V (``Plan.part``)."""
+        """How many of them each layer has stored; after the layers, the same for states and others
+        (``Plan.part``).
+        """
         self.prompt, self.drafts = 0, 0
-        """Tokens of the prompt that one row was begun with (``HFSession``; 0: not known), and how many may
-        follow the last of them in its pass."""
+        """Tokens of the prompt that a single row began with (``HFSession``; 0: unknown), and how many may
+        follow it in its last pass.
+        """
         self.removed = 0
         """Tokens removed from the middle, which a caller may still count: see ``check_positions``."""
         self.limit: tuple[int, str] | None = None
