@@ -279,7 +279,7 @@ def test_what_cannot_draft_is_refused(on_numpy: Any, folders: Any) -> None:
         MTPDraft(plain)
     with (
         Engine(plain, None, SpeculativeOptions(capacity=32)) as engine,
-        pytest.raises(RequestError, match="alone"),
+        pytest.raises(RequestError, match="only for the model"),
     ):
         engine.submit([1, 2], None, MTPDraft(model))
     with (

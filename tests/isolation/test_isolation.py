@@ -115,10 +115,10 @@ REFUSALS: dict[tuple[str, str], tuple[Callable[[Path], None], type[Exception], s
     ),
     ("HFPrefixCache", "rank"): (split_hf, NotSupportedError, "tiers= of a model split over 2 ranks"),
     ("MLXPrefixCache", "image"): (
-        lambda folder: mlx(folder, pixel_values=mx.ones((1, 3))), TypeError, "pixel_values"
+        lambda folder: mlx(folder, pixel_values=mx.ones((1, 3))), InvalidRangeError, "pixel_values"
     ),
     ("MLXPrefixCache", "place"): (
-        lambda folder: mlx(folder, image_positions=[4]), TypeError, "image_positions"
+        lambda folder: mlx(folder, image_positions=[4]), InvalidRangeError, "image_positions"
     ),
     ("MLXPrefixCache", "embeddings"): (
         lambda folder: mlx(folder, input_embeddings=mx.ones((13, 32))), InvalidRangeError, "input_embeddings"
