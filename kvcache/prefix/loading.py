@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, pairwise, takewhile
+from itertools import accumulate, pairwise, repeat, takewhile
 from typing import Any, Protocol
 
 import numpy as np
@@ -635,10 +635,8 @@ def _restore(
     target: int,
 ) -> str | None:
     cache, node = tree.cache, nodes[-1]
-    first, last = nodes[0].data, node.data
-    assert first is not None
+    last = node.data
     assert last is not None
-    begin = first.begin
     restored: Snapshot | None
     if snapshots:
         restored = snapshots[0] if len(snapshots) == 1 else cache.join(snapshots)
@@ -651,6 +649,17 @@ def _restore(
     if last.snapshot is None and target == node.end and node.data is last:
         # It lies in the cache now: kept from there, the next one shares it, and all that it follows. A window
         # or a state was put there from copies, which are given up for what the sequence has.
-        in_cells = restored.divisible and restored.in_cache
-        tree.keep_on_device(node, restored if in_cells else cache.snapshot(seq, begin, node.end))
+        tree.keep_on_device(node, _shared(cache, seq, restored))
     return "device" if snapshots else "host"
+
+
+def _shared(cache: Any, seq: int, restored: Snapshot) -> Snapshot:
+    """What a sequence has of a snapshot that was just restored into it."""
+    if restored.divisible and restored.in_cache:
+        return restored
+    caches = getattr(cache, "caches", ())
+    if isinstance(restored, WrapperSnapshot) and len(caches) == len(restored.parts):
+        parts = tuple(_shared(*each) for each in zip(caches, repeat(seq), restored.parts, strict=False))
+        return WrapperSnapshot(restored.begin, restored.end, parts)
+    own: Snapshot = cache.snapshot(seq, restored.begin, restored.end)
+    return own
