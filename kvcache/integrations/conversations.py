@@ -100,8 +100,7 @@ class Conversation:
         evaluated.
         """
         with self.lock:
-            self._owner.check_ids("extend", tokens)
-            self._session.extend(tokens)
+            self._session.extend(self._owner.check_ids("extend", tokens))
             self._rows.prompt = len(self._session.tokens)
 
     @property
@@ -212,21 +211,24 @@ class SharedPrefixes(Closing):
         if self.prefix.closed:
             raise ClosedError(f"{op}: the {type(self).__name__} is closed; make a new one")
 
-    def check_ids(self, op: str, tokens: Sequence[int]) -> None:
-        """Refuse ids that the model has no embedding of, which some devices read past its end."""
+    def check_ids(self, op: str, tokens: Any) -> Any:
+        """The tokens, converted once if they are ids. Refuses ids that the model has no embedding of, which
+        some devices read past its end.
+        """
         size = self.vocabulary()
         try:
             ids = np.asarray(tokens)
         except ValueError:
-            return  # the PrefixCache says what is wrong
+            return tokens  # the PrefixCache says what is wrong
         if size is None or ids.dtype.kind not in "iu" or not ids.size:
-            return
+            return tokens
         for id in (int(ids.min()), int(ids.max())):
             if not 0 <= id < size:
                 raise InvalidRangeError(
                     f"{op}: token {id}; the model's ids are 0 to {size - 1}: does the tokenizer belong to "
                     "another model?"
                 )
+        return ids
 
     @property
     def stats(self) -> PrefixStats:

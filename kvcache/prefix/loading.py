@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, pairwise, repeat, takewhile
+from itertools import accumulate, pairwise, takewhile
 from typing import Any, Protocol
 
 import numpy as np
@@ -659,7 +659,8 @@ def _shared(cache: Any, seq: int, restored: Snapshot) -> Snapshot:
         return restored
     caches = getattr(cache, "caches", ())
     if isinstance(restored, WrapperSnapshot) and len(caches) == len(restored.parts):
-        parts = tuple(_shared(*each) for each in zip(caches, repeat(seq), restored.parts, strict=False))
+        pairs = zip(caches, restored.parts, strict=True)
+        parts = tuple(_shared(inner, seq, part) for inner, part in pairs)
         return WrapperSnapshot(restored.begin, restored.end, parts)
     own: Snapshot = cache.snapshot(seq, restored.begin, restored.end)
     return own

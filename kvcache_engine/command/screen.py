@@ -267,10 +267,10 @@ class LiveScreen(_TextScreen):
 
     def _show(self, answers: Iterable[Answer]) -> None:
         for answer in answers:
-            text = answer.so_far
+            so_far = answer.so_far
             end = "" if answer.finished else f"\n{stopped(answer)}"
-            body = Text.assemble((answer.prompt, "bold"), text.text, (end, "dim"))
-            title = f"{answer.number + 1} · reused {text.reused} · computed {text.computed}"
+            body = Text.assemble((answer.prompt, "bold"), so_far.text, (end, "dim"))
+            title = f"{answer.number + 1} · reused {so_far.reused} · computed {so_far.computed}"
             self._console.print(Panel(body, title=title, title_align="left"))
 
     def _text(self, text: str) -> list[str]:

@@ -162,7 +162,7 @@ class MLXPrefixCache(SharedPrefixes):
                 f"begin: a prompt of {len(tokens)} tokens; the pool has room for {room}, answers "
                 "included: make the MLXPrefixCache with a larger capacity or max_sequences"
             )
-        self.check_ids("begin", tokens)
+        tokens = self.check_ids("begin", tokens)
         claim = max(len(tokens), room / self.pool.sequences.max_sequences)
         with self.pool.lock:
             while self._is_full(claim):

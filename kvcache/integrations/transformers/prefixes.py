@@ -369,7 +369,7 @@ class HFPrefixCache(SharedPrefixes):
             )
         if self.limit is not None:
             check_rotation("begin", len(tokens), self.limit)
-        self.check_ids("begin", tokens)
+        tokens = self.check_ids("begin", tokens)
         session = self.prefix.begin(tokens, salt, shared, variant=variant)
         stored = {i for cache in self._family.caches.values() for i in cache.storage.buffers}
         strange = sorted(i for i in stored if i >= self._layers)
