@@ -1,15 +1,17 @@
 """Engines and servers beside one another over one random Llama: docs/server.md.
 
     python -m benchmarks.engines {transformers,mlx-lm} [--clients 1 8 32] [--prompt 128] [--shared 112 0]
-                                 [--rounds 3] [--only NAME ...] [--vllm PYTHON] [--out FOLDER]
+                                 [--rounds 3] [--only NAME ...] [--vllm PYTHON] [--out FOLDER] [--add]
 
 Our engine over another library's model, over our own model of the same weights, and the library's own ways to
 serve several at once. Each is a process of its own with one thread for its arithmetic, up and warm, and they
 take turns: so many clients ask at once, greedily, what was not asked before.
 
 Time is what the contender's own processes have computed, which other programs on the machine do not lengthen;
-by the clock it is recorded too. ``transformers serve`` needs ``pip install 'transformers[serving]'``,
-``--vllm`` the Python of an environment that has vLLM. Needs Linux: memory and time are read in /proc.
+by the clock it is recorded too. MLX's wheel for CPUs multiplies matrices by the reference BLAS, in which all
+else disappears: ``LD_PRELOAD=libopenblas.so.0`` has another do it. ``transformers serve`` needs
+``pip install 'transformers[serving]'``, ``--vllm`` the Python of an environment that has vLLM. Needs Linux:
+memory and time are read in /proc.
 """
 
 from __future__ import annotations
@@ -425,7 +427,7 @@ def tables(record: Mapping[str, Any]) -> dict[str, str]:
     """By their marks."""
     found = {}
     for library, run in record.items():
-        found[library] = f"{run['about']}.\n\n{shown(run['found'])}"
+        found[library] = f"{run['about']}, {rounds_of(run['found'])}.\n\n{shown(run['found'])}"
         found[f"{library}-aims"] = aims(run["found"])
     return found
 
@@ -443,6 +445,31 @@ def place(size: str) -> tuple[int, int]:
 def spelled(size: str) -> str:
     clients, shared = size.split("/")
     return f"{clients}, {shared if shared != '0' else 'none'} shared"
+
+
+def rounds_of(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """How many rounds the first contender had, by the tokens shared."""
+    rounds = next(iter(found.values()))["rounds"]
+    counts = {size.split("/")[1]: len(rounds[size]) for size in sorted(rounds, key=place)}
+    return "rounds: " + ", ".join(
+        f"{count} ({shared if shared != '0' else 'none'} shared)" for shared, count in counts.items()
+    )
+
+
+def added(before: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of two runs, which differ in their sizes."""
+    if before.get("about", run["about"]) != run["about"]:
+        raise SystemExit(f"--add: the record is of {before['about']}; this run is of {run['about']}")
+    found = {**before.get("found", {})}
+    for name, one in run["found"].items():
+        other = found.get(name, asdict(Found()))
+        found[name] = {
+            "rounds": {**other["rounds"], **one["rounds"]},
+            "answers": other["answers"] + one["answers"],
+            "others": other["others"] + one["others"],
+            "peak": max(other["peak"], one["peak"]),
+        }
+    return {**run, "foreign_cores": max(before.get("foreign_cores", 0), run["foreign_cores"]), "found": found}
 
 
 def common(rounds: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -496,19 +523,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", help="these contenders")
     parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vLLM")
     parser.add_argument("--out", type=Path, default=DOCS / "benchmarks", help="where the record is")
+    parser.add_argument("--add", action="store_true", help="keep what the record has of other sizes")
     options = parser.parse_args(arguments)
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     packages = ["torch", "transformers"] if options.library == "transformers" else ["mlx", "mlx-lm"]
     about = [machine(), *(f"{name} {version(name)}" for name in packages)]
-    about += [f"{options.rounds} rounds", f"prompts of {options.prompt} tokens, answers of {options.new}"]
+    about += [f"{Path(name).name} preloaded" for name in os.environ.get("LD_PRELOAD", "").split(":") if name]
+    about += [f"prompts of {options.prompt} tokens, answers of {options.new}"]
     others = Foreign()
     record = load(options.out / RECORD)
+    before = record.get(options.library, {}) if options.add else {}
     for found in measured(options):
-        record[options.library] = {
+        run = {
             "about": ", ".join(about),
             "foreign_cores": others.cores(),
             "found": {name: asdict(one) for name, one in found.items()},
         }
+        record[options.library] = added(before, run)
         save(options.out / RECORD, record)
     for text in tables({options.library: record[options.library]}).values():
         print(f"{text}\n")
