@@ -425,11 +425,10 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, Found]]:
 
 def tables(record: Mapping[str, Any]) -> dict[str, str]:
     """By their marks."""
-    found = {}
-    for library, run in record.items():
-        found[library] = f"{run['about']}, {rounds_of(run['found'])}.\n\n{shown(run['found'])}"
-        found[f"{library}-aims"] = aims(run["found"])
-    return found
+    return {
+        library: f"{run['about']}, {rounds_of(run['found'])}.\n\n{shown(run['found'])}"
+        for library, run in record.items()
+    }
 
 
 def median(rounds: Sequence[Sequence[float]], which: int) -> float:
@@ -440,11 +439,6 @@ def place(size: str) -> tuple[int, int]:
     """In which order sizes are shown: those that share most first, few clients before many."""
     clients, shared = map(int, size.split("/"))
     return -shared, clients
-
-
-def spelled(size: str) -> str:
-    clients, shared = size.split("/")
-    return f"{clients}, {shared if shared != '0' else 'none'} shared"
 
 
 def rounds_of(found: Mapping[str, Mapping[str, Any]]) -> str:
@@ -478,19 +472,17 @@ def common(rounds: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def shown(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Tokens/s, and in brackets the times of the first contender's; the first token with most clients."""
-    floor = next(iter(found.values()))["rounds"]
+    """Tokens/s, and the first token with most clients."""
     sizes = common(one["rounds"] for one in found.values())
     largest = {size.split("/")[1]: size for size in sizes}.values()
-    head = ["tokens/s (ratio): clients, tokens shared", *map(spelled, sizes)]
-    head += [f"first token, s: {spelled(size)}" for size in largest]
+    head = ["tokens/s, clients/tokens shared", *sizes]
+    head += [f"first token, s: {size}" for size in largest]
     rows = []
     for name, one in found.items():
-        rates = {size: median(one["rounds"][size], 0) for size in sizes}
-        cells = [f"{rate:,.1f} ({rate / median(floor[size], 0):.2f})" for size, rate in rates.items()]
+        cells = [f"{median(one['rounds'][size], 0):,.1f}" for size in sizes]
         firsts = [median(one["rounds"][size], 2) for size in largest]
         cells += [f"{first:,.2f}" if first else "not told" for first in firsts]
-        same = f"{one['answers'] - one['others']} of {one['answers']}" if one["answers"] else "not compared"
+        same = f"{one['answers'] - one['others']}/{one['answers']}" if one["answers"] else "not compared"
         rows.append([name, *cells, f"{one['peak']:,.0f}", same])
     return table([*head, "peak memory, MiB", "same answers"], rows)
 
@@ -507,8 +499,8 @@ def aims(found: Mapping[str, Mapping[str, Any]]) -> str:
         if sizes:
             ratio, where = min((median(mine[size], 0) / median(other[size], 0), size) for size in sizes)
             reached = "yes" if ratio >= least else "no"
-            rows.append([ours, theirs, f"{least:g}", f"{ratio:.2f}", spelled(where), reached])
-    return table(["", "beside", "at least", "least found", "clients, tokens shared", "reached"], rows)
+            rows.append([ours, theirs, f"{least:g}", f"{ratio:.2f}", where, reached])
+    return table(["", "beside", "at least", "least found", "clients/tokens shared", "reached"], rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -541,8 +533,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         }
         record[options.library] = added(before, run)
         save(options.out / RECORD, record)
-    for text in tables({options.library: record[options.library]}).values():
-        print(f"{text}\n")
+    run = record[options.library]
+    print(f"{tables({options.library: run})[options.library]}\n\n{aims(run['found'])}")
 
 
 if __name__ == "__main__":
