@@ -472,14 +472,16 @@ def common(rounds: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def shown(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Tokens/s, and the first token with most clients."""
+    """Tokens/s, and in brackets the times of the first contender's; the first token with most clients."""
+    floor = next(iter(found.values()))["rounds"]
     sizes = common(one["rounds"] for one in found.values())
     largest = {size.split("/")[1]: size for size in sizes}.values()
-    head = ["tokens/s, clients/tokens shared", *sizes]
+    head = ["tokens/s (ratio), clients/tokens shared", *sizes]
     head += [f"first token, s: {size}" for size in largest]
     rows = []
     for name, one in found.items():
-        cells = [f"{median(one['rounds'][size], 0):,.1f}" for size in sizes]
+        rates = {size: median(one["rounds"][size], 0) for size in sizes}
+        cells = [f"{rate:,.1f} ({rate / median(floor[size], 0):.2f})" for size, rate in rates.items()]
         firsts = [median(one["rounds"][size], 2) for size in largest]
         cells += [f"{first:,.2f}" if first else "not told" for first in firsts]
         same = f"{one['answers'] - one['others']}/{one['answers']}" if one["answers"] else "not compared"
