@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,15 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 _WIDTH = 240
 _DIGITS = 6
 _MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def packages() -> dict[str, str]:
+    """Versions of those that figures depend on, as far as they are installed."""
+    found = {}
+    for name in ("torch", "transformers", "mlx", "mlx-lm", "numpy", "numba"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def load(path: Path) -> dict[str, Any]:
