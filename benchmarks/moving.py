@@ -32,9 +32,9 @@ def main() -> None:
     options = parser.parse_args()
     names = options.backend or ["numpy", "torch", "mlx"]
     if options.run:
-        print(f"| {names[0]} | {options.run} | {_measure(names[0], options.run, options.rounds)} |")
+        print(f"| {names[0]}, {options.run} | {_measure(names[0], options.run, options.rounds)} |")
         return
-    print("| backend | call | extra | time |\n|---|---|---|---|", flush=True)
+    print("| | extra | time |\n|---|---|---|", flush=True)
     for name in names:
         for way in WAYS:
             command = [sys.executable, "-m", "benchmarks.moving", "--backend", name, "--run", way]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import re
 import resource
 import subprocess
 import sys
@@ -22,13 +21,6 @@ from kvcache.testing.bench.timing import machine, processor_seconds
 
 RUNS = DOCS / "benchmarks" / "runs"
 ROOT = DOCS.parent
-
-
-class Cell(str):
-    """A cell of a printed table. A format is one for the first number in it: ``{cell:.0f}``."""
-
-    def __format__(self, spec: str) -> str:
-        return format(float(re.findall(r"[\d,]+\.?\d*", self)[0].replace(",", "")), spec) if spec else self
 
 
 def provenance(command: str) -> dict[str, Any]:
@@ -88,13 +80,16 @@ def tables(record: Mapping[str, Any]) -> list[list[list[str]]]:
 
 
 def fields(name: str) -> dict[str, Any]:
-    """A record's cells by row and column, as ``{row[column]}``; of a command that prints JSON, that."""
+    """A record with the cells that were printed: ``tables``, and ``cells`` by row and column.
+
+    A row is named by its first cell, and is a cell itself where it has one more.
+    """
     record = load(RUNS / f"{name}.json")
     found: dict[str, Any] = {}
-    for head, *rows in tables(record):
+    for head, *rows in (printed := tables(record)):
         for label, *cells in rows:
-            found[label] = {column: Cell(cell) for column, cell in zip(head[1:], cells, strict=False)}
-    return found | record
+            found[label] = dict(zip(head[1:], cells, strict=False)) if len(head) > 2 else cells[0]
+    return record | {"tables": printed, "cells": found}
 
 
 def main(arguments: Sequence[str]) -> None:
