@@ -1,14 +1,15 @@
-"""Figures in sentences: what a page says, with a field of a record in the place of each figure.
+"""Figures in sentences: what ``sentences.md`` here says that pages say, and the tables of runs.
 
-``python -m benchmarks.site`` writes the figures, and a test compares them. A field is a path into the record
-and a format, ``{row[column]:.1f}``; ``/1e9`` behind the format divides by that first.
+``python -m benchmarks.site`` writes the figures into the pages, and a test compares them. A field is a path into
+a record and a format, ``{row[column]:.1f}``; ``/1e9`` behind the format divides by that first.
 """
 
 from __future__ import annotations
 
 import re
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from benchmarks import agents, engines, report, runs
@@ -16,6 +17,8 @@ from benchmarks.pages import DOCS, load, table
 
 Record = Mapping[str, Any]
 BENCHMARKS = DOCS / "benchmarks"
+FIGURE = r"[-+]?\d[\d,]*(?:\.\d+)?%?(?: \[[^\]]*\])?"
+"""A number, with the interval behind it if there is one."""
 
 
 class _Figures(string.Formatter):
@@ -34,20 +37,50 @@ def pattern(sentence: str) -> re.Pattern[str]:
     """What finds a sentence whatever figures it has."""
     parts = _FIGURES.parse(sentence)
     return re.compile(
-        "".join(re.escape(text) + (r"[^\n]+?" if name is not None else "") for text, name, *_ in parts)
+        "".join(re.escape(text) + (FIGURE if name is not None else "") for text, name, *_ in parts)
     )
 
 
-def written(text: str, sentences: Sequence[str], record: Record) -> str:
-    """A page with the figures of a record in these sentences, each of which it has once."""
-    for sentence in sentences:
-        found = pattern(sentence).findall(text)
-        if len(found) != 1:
-            raise ValueError(
-                f"benchmarks.figures has a sentence that its page has {len(found)} times: {sentence!r}"
-            )
-        text = text.replace(found[0], _FIGURES.vformat(sentence, (), record))
+def sentences() -> dict[str, dict[str, list[str]]]:
+    """By page and source, of ``sentences.md``."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for line in Path(__file__).with_name("sentences.md").read_text(encoding="utf-8").splitlines():
+        mark, _, text = line.partition(" ")
+        if mark == "##":
+            page = found.setdefault(text, {})
+        elif mark == "###":
+            source = page.setdefault(text, [])
+        elif mark == "*":
+            source.append(text)
+    return found
+
+
+def record_of(source: str) -> Record:
+    """The cells of a run, ``runs/NAME``, or what the function of that name here gives.
+
+    Cells are also in ``cells``, for names that no field can begin with.
+    """
+    if source.startswith("runs/"):
+        cells = runs.fields(source.removeprefix("runs/"))["cells"]
+        return cells | {"cells": cells}
+    found: Record = globals()[source]()
+    return found
+
+
+def written(text: str, page: str) -> str:
+    """A page with the figures of its sentences, each of which it has once."""
+    for source, lines in sentences().get(page, {}).items():
+        record = record_of(source)
+        for sentence in lines:
+            text = _with_figures(text, page, sentence, record)
     return text
+
+
+def _with_figures(text: str, page: str, sentence: str, record: Record) -> str:
+    found = pattern(sentence).findall(text)
+    if len(found) != 1:
+        raise ValueError(f"{page} has {len(found)} times what benchmarks/sentences.md says: {sentence!r}")
+    return text.replace(found[0], _FIGURES.vformat(sentence, (), record))
 
 
 # Records, as sentences and tables take figures from them.
@@ -76,7 +109,7 @@ def ragged() -> Record:
 def two_hosts() -> Record:
     """The longest prompt of the larger model; seconds."""
     point = load(DOCS / "two-hosts" / "figures.json")["models"]["llama"]["points"][-1]
-    return point | {"fetched": {f"{gigabits:g}": s for gigabits, s in point["restored"] if gigabits}}
+    return point | {"fetched": {f"{gigabits:g} Gb/s": s for gigabits, s in point["restored"] if gigabits}}
 
 
 def whole_trace() -> Record:
@@ -89,19 +122,67 @@ def whole_trace() -> Record:
     return found | record | {"ceiling": 100 * record["ceiling"] / blocks}
 
 
+def first_requests() -> Record:
+    """``tokens``: of a request whose time of the host was taken, on average."""
+    record = load(BENCHMARKS / agents.RECORD)
+    shares = 100 * record["ceiling"] / record["trace"]["blocks"]
+    return {"ceiling": shares, "tokens": record["times"]["full"]["tokens"]}
+
+
+def leaving() -> Record:
+    """The share of a page-out's time for which the caller waits, by backend."""
+    printed = runs.fields("page-out")["tables"]
+    return {name: printed[3 * i][2][2] for i, name in enumerate(("numpy", "torch", "mlx"))}
+
+
+def tenants() -> Record:
+    """By who had asked a prompt before: the share of pairs in which a new one took longer."""
+    return {row[0]: row[2] for row in runs.fields("tenants")["tables"][0] if len(row) > 2}
+
+
+def attending() -> Record:
+    """``shared``: a step over a shared prompt with attention "kvcache", in times of ``DynamicCache``'s."""
+    row = runs.fields("transformers-attention")["cells"]["32 rows that share 1,000"]
+    return {"shared": row["HFCache, kvcache"].partition("(")[2].rstrip(")")}
+
+
+def drafts() -> Record:
+    """Tokens per pass of each draft, by greedy decoding."""
+    rows = runs.fields("speculation")["tables"][0]
+    return {row[0]: row[4] for row in rows if row[1] == "0.0"}
+
+
+def quantized() -> Iterator[tuple[str, dict[str, list[str]]]]:
+    """By backend, rows by operation and format: ms and times F32 after 4,096 tokens, and after 32,768."""
+    for name in ("torch", "numpy", "mlx"):
+        _, *rows = runs.fields(f"quantized-{name}")["tables"][0]
+        yield name, {label: cells for label, *cells in rows}
+
+
+def putting() -> Record:
+    return {name: rows["put, Q8_0"][1] for name, rows in quantized()}
+
+
+def eviction() -> Record:
+    """Perplexities by how many tokens are kept and how they are chosen; ``full``: of all."""
+    found = runs.fields("eviction")
+    return found["cells"] | {
+        "full": next(line for line in found["printed"] if "full cache:" in line).split()[-1]
+    }
+
+
 def beside_servers() -> Record:
     """How many times the tokens/s of ``transformers serve`` ours has, by clients."""
     found = load(BENCHMARKS / engines.RECORD)["transformers"]["found"]
     ours, theirs = (
         found[name]["rounds"] for name in ("kvcache serve, transformers' model", "transformers serve")
     )
-    return {
-        size.split("/")[0]: engines.median(ours[size], 0) / engines.median(theirs[size], 0) for size in ours
-    }
+    rates = {size.split("/")[0]: [engines.median(of[size], 0) for of in (ours, theirs)] for size in ours}
+    return {f"{clients} clients": mine / other for clients, (mine, other) in rates.items()}
 
 
 def inside_mlx_lm() -> Record:
-    """``layer``: milliseconds more per layer and pass, in the model of 32; ``long`` and ``toy``: percent more."""
+    """``layer``: milliseconds more per layer and pass in the toy model; ``long``, ``toy``: percent more."""
     cells = runs.fields("mlx-lm-cache")["cells"]
     toy, long = (cells[f"one conversation of {of}"] for of in ("100 tokens, 32 layers of 64", "8,192 tokens"))
     percent = {name: 100 * (float(row["ours / mlx-lm"]) - 1) for name, row in (("toy", toy), ("long", long))}
@@ -127,7 +208,10 @@ def mutation() -> Record:
     return {"least": min(noticed), "most": max(noticed)}
 
 
-SENTENCES: tuple[tuple[str, Callable[[], Record], tuple[str, ...]], ...] = ()
+def soak() -> Record:
+    """``answers``: those that nobody left."""
+    cells = runs.fields("soak")["cells"]
+    return cells | {"answers": int(cells["answers: whole"]) + int(cells["answers: slow"])}
 
 
 # Tables.
@@ -173,14 +257,32 @@ def gpu_attention() -> str:
 def returning() -> str:
     rows = []
     for label, row in runs.fields("returning")["cells"].items():
-        _, given, kind = (
-            label.split(", ", 1)[1].rpartition(", ")[0],
-            *label.rsplit(", from ", 1)[1].split(": "),
-        )
-        if "an array" in label:
-            layers = kind.replace("full", "full attention")
-            rows.append((f"in {given}: {layers}", row["close, new"], row["begin"], row["close"]))
+        given, _, content = label.partition(", from ")
+        if given.endswith("an array"):
+            cells = row["close, new"], row["begin"], row["close"]
+            rows.append((f"in {content.replace('full', 'full attention')}", *cells))
     return table(("the prompt is an array; content is", "close, new", "begin", "close"), rows)
+
+
+def quantized_table() -> str:
+    backends = [rows for _, rows in quantized()]
+    lines = [("F32, ms", *(cell for rows in backends for cell in rows["attend, F32"][::2]))]
+    for label in dict.fromkeys(label for rows in backends for label in rows if label.startswith("attend, ")):
+        if label != "attend, F32":
+            cells = (cell for rows in backends for cell in rows.get(label, [""] * 4)[1::2])
+            lines.append((label.removeprefix("attend, "), *cells))
+    return table(("attend", "PyTorch, 4k", "32k", "NumPy, 4k", "32k", "MLX, 4k", "32k"), lines)
+
+
+def perplexity_table() -> str:
+    plain, outliers = (runs.fields(name)["cells"] for name in ("perplexity", "perplexity-outliers"))
+    lines = []
+    for name, row in plain.items():
+        of = [f"{one['perplexity']} ({one['against F32']})" for one in (row, outliers[name])]
+        lines.append((name, row["bytes per token"], of[0], row["agree"], of[1], outliers[name]["agree"]))
+    return table(
+        ("keys and values", "bytes per token", "perplexity", "agree", "with outliers", "agree"), lines
+    )
 
 
 def restores() -> str:
@@ -197,3 +299,43 @@ def restores() -> str:
     shown = {"numpy": "NumPy", "torch": "PyTorch", "mlx": "MLX"}
     names = [row[0].split() for row in alone[1:]]
     return table(("", *(f"{shown[backend]} {dtype}" for backend, dtype in names)), rows)
+
+
+def beside_a_socket(name: str) -> Callable[[], str]:
+    """Throughput of a store's calls, as shares of a plain socket's."""
+
+    def found() -> str:
+        rows = [row for op in runs.fields(name)["tables"][:2] for row in op[1:]]
+        return table(("", "GB/s", "of a socket's"), ((row[0], row[1], row[3].split()[0]) for row in rows))
+
+    return found
+
+
+def printed(name: str, which: int = 0) -> Callable[[], str]:
+    """A table as a run printed it."""
+
+    def found() -> str:
+        head, *rows = runs.fields(name)["tables"][which]
+        return table(head, rows)
+
+    return found
+
+
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "docs/benchmarks/index.md": {
+        "ragged": ragged_table,
+        "fixed-shapes": printed("fixed-shapes"),
+        "transformers-update": printed("transformers-update"),
+        "transformers-step": printed("transformers-update", 3),
+        "transformers-attention": printed("transformers-attention"),
+        "mlx-lm-cache": printed("mlx-lm-cache"),
+    },
+    "docs/benchmarks/prefix.md": {"returning": returning, "restores": restores},
+    "docs/devices.md": {
+        "tensor-parallel": lambda: "\n\n".join(printed("tensor-parallel", i)() for i in range(2)),
+        "gpu-attention": gpu_attention,
+    },
+    "docs/quantized.md": {"quantized": quantized_table, "perplexity": perplexity_table},
+    "docs/remote-stores.md": {"valkey": beside_a_socket("valkey"), "mooncake": beside_a_socket("mooncake")},
+}
+"""Tables that are made of these records, by page and mark; ``benchmarks.site`` has those of other modules."""

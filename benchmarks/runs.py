@@ -73,7 +73,7 @@ def tables(record: Mapping[str, Any]) -> list[list[list[str]]]:
             cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
             if not before.startswith("|"):
                 found.append([])
-            if set(line) - set("|-: "):
+            if "---" not in line:
                 found[-1].append(cells)
         before = line
     return found
