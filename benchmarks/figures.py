@@ -1,7 +1,7 @@
 """Figures in sentences: what ``sentences.md`` here says that pages say, and the tables of runs.
 
-``python -m benchmarks.site`` writes the figures into the pages, and a test compares them. A field is a path into
-a record and a format, ``{row[column]:.1f}``; ``/1e9`` behind the format divides by that first.
+``python -m benchmarks.site`` writes the figures into the pages, and a test compares them. A field is a path
+into a record and a format, ``{row[column]:.1f}``; ``/1e9`` behind the format divides by that first.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ def written(text: str, page: str) -> str:
     for source, lines in sentences().get(page, {}).items():
         record = record_of(source)
         for sentence in lines:
-            text = _with_figures(text, page, sentence, record)
+            text = filled(text, page, sentence, record)
     return text
 
 
-def _with_figures(text: str, page: str, sentence: str, record: Record) -> str:
+def filled(text: str, page: str, sentence: str, record: Record) -> str:
     found = pattern(sentence).findall(text)
     if len(found) != 1:
         raise ValueError(f"{page} has {len(found)} times what benchmarks/sentences.md says: {sentence!r}")
@@ -164,11 +164,20 @@ def putting() -> Record:
 
 
 def eviction() -> Record:
-    """Perplexities by how many tokens are kept and how they are chosen; ``full``: of all."""
+    """Perplexities: ``latest`` of keeping the latest 64 tokens, ``full`` of keeping all."""
     found = runs.fields("eviction")
-    return found["cells"] | {
-        "full": next(line for line in found["printed"] if "full cache:" in line).split()[-1]
-    }
+    told = next(line for line in found["printed"] if "full cache:" in line)
+    return {"latest": found["tables"][0][1][1], "full": told.split()[-1]}
+
+
+def many_runtimes() -> Record:
+    """The range of seconds to the first token, of turns that found what a runtime before them has stored."""
+    rows = runs.fields("many-runtimes")["tables"][0][2:]
+    found = {}
+    for column, name in ((1, "computed"), (2, "restored")):
+        seconds = [float(row[column]) for row in rows]
+        found |= {f"{name} least": min(seconds), f"{name} most": max(seconds)}
+    return found
 
 
 def beside_servers() -> Record:
@@ -331,10 +340,8 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "mlx-lm-cache": printed("mlx-lm-cache"),
     },
     "docs/benchmarks/prefix.md": {"returning": returning, "restores": restores},
-    "docs/devices.md": {
-        "tensor-parallel": lambda: "\n\n".join(printed("tensor-parallel", i)() for i in range(2)),
-        "gpu-attention": gpu_attention,
-    },
+    "docs/devices.md": {"gpu-attention": gpu_attention},
+    "docs/embedding-vllm.md": {"many-runtimes": printed("many-runtimes")},
     "docs/quantized.md": {"quantized": quantized_table, "perplexity": perplexity_table},
     "docs/remote-stores.md": {"valkey": beside_a_socket("valkey"), "mooncake": beside_a_socket("mooncake")},
 }
