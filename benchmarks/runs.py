@@ -24,18 +24,21 @@ ROOT = DOCS.parent
 
 
 def provenance(command: str) -> dict[str, Any]:
-    """What every record begins with."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True,
-    )  # fmt: skip
+    """What every record begins with; a commit is "-dirty" where code differs from it."""
+    commit, changed = _git("rev-parse", "--short=12", "HEAD"), _git("status", "--porcelain", "-uno", ":!docs")
     return {
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit.stdout.strip(),
+        "commit": commit + "-dirty" * bool(changed),
         "machine": machine(),
         "packages": packages(),
     }
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(
+        ["git", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout.strip()
 
 
 def run(command: str) -> dict[str, Any]:
