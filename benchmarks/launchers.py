@@ -78,7 +78,7 @@ def once(command: list[str], how: str, folder: Path) -> str:
         command, env=environ, stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe
     ) as process:
         until = time.monotonic() + 60
-        while not {"0", "1"} <= {path.name for path in folder.iterdir()} and time.monotonic() < until:
+        while time.monotonic() < until and sum(path.stat().st_size > 0 for path in folder.iterdir()) < 2:
             time.sleep(0.01)
         pids = [int((folder / rank).read_text(encoding="ascii")) for rank in "01"]
         began = time.time()
