@@ -333,9 +333,8 @@ def printed(name: str, which: int = 0) -> Callable[[], str]:
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/benchmarks/index.md": {
         "ragged": ragged_table,
-        "fixed-shapes": printed("fixed-shapes"),
         "transformers-update": printed("transformers-update"),
-        "transformers-step": printed("transformers-update", 3),
+        "transformers-step": printed("transformers-update", 1),
         "transformers-attention": printed("transformers-attention"),
         "mlx-lm-cache": printed("mlx-lm-cache"),
     },
