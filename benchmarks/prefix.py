@@ -38,7 +38,7 @@ class Talk:
     evaluated: int = 0
     ideal: int = 0
     gains: list[float] = field(default_factory=list)
-    """Processor time to the first token from nothing, in times of that with the cache, of every 25th prompt."""
+    """Processor time to the first token from nothing, in times of that with the cache; every 25th prompt."""
     host_peak: int = 0
     growth: int = 0
 
