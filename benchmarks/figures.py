@@ -146,12 +146,6 @@ def attending() -> Record:
     return {"shared": row["HFCache, kvcache"].partition("(")[2].rstrip(")")}
 
 
-def drafts() -> Record:
-    """Tokens per pass of each draft, by greedy decoding."""
-    rows = runs.fields("speculation")["tables"][0]
-    return {row[0]: row[4] for row in rows if row[1] == "0.0"}
-
-
 def quantized() -> Iterator[tuple[str, dict[str, list[str]]]]:
     """By backend, rows by operation and format: ms and times F32 after 4,096 tokens, and after 32,768."""
     for name in ("torch", "numpy", "mlx"):
@@ -188,14 +182,6 @@ def beside_servers() -> Record:
     )
     rates = {size.split("/")[0]: [engines.median(of[size], 0) for of in (ours, theirs)] for size in ours}
     return {f"{clients} clients": mine / other for clients, (mine, other) in rates.items()}
-
-
-def inside_mlx_lm() -> Record:
-    """``layer``: milliseconds more per layer and pass in the toy model; ``long``, ``toy``: percent more."""
-    cells = runs.fields("mlx-lm-cache")["cells"]
-    toy, long = (cells[f"one conversation of {of}"] for of in ("100 tokens, 32 layers of 64", "8,192 tokens"))
-    percent = {name: 100 * (float(row["ours / mlx-lm"]) - 1) for name, row in (("toy", toy), ("long", long))}
-    return percent | {"layer": (float(toy["ours, ms"]) - float(toy["mlx-lm, ms"])) / 32}
 
 
 def gpu() -> Record:

@@ -6,7 +6,6 @@ all. Tables and sentences of the docs are filled from the records (``benchmarks.
 
 from __future__ import annotations
 
-import datetime
 import os
 import resource
 import subprocess
@@ -16,29 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import DOCS, load, packages, save
-from kvcache.testing.bench.timing import machine, processor_seconds
+from benchmarks.pages import DOCS, ROOT, load, provenance, save
+from kvcache.testing.bench.timing import processor_seconds
 
 RUNS = DOCS / "benchmarks" / "runs"
-ROOT = DOCS.parent
-
-
-def provenance(command: str) -> dict[str, Any]:
-    """What every record begins with; a commit is "-dirty" where code differs from it."""
-    commit, changed = _git("rev-parse", "--short=12", "HEAD"), _git("status", "--porcelain", "-uno", ":!docs")
-    return {
-        "command": command,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit + "-dirty" * bool(changed),
-        "machine": machine(),
-        "packages": packages(),
-    }
-
-
-def _git(*words: str) -> str:
-    return subprocess.run(
-        ["git", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
-    ).stdout.strip()
 
 
 def run(command: str) -> dict[str, Any]:

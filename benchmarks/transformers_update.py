@@ -3,8 +3,8 @@
     python benchmarks/transformers_update.py
 
 Updates in microseconds: 8 KV heads of 128 in float32, one thread, the median of 200 steps after a history of
-that length. Steps in milliseconds: one row of a Llama of two layers, 16 heads of 64 over 4 of keys and values,
-the median of 20. Turns in milliseconds of the processor: ``generate`` of 96 tokens behind a prompt of 64, a
+that length. Steps in milliseconds: one row of a Llama of two layers, 16 heads of 64 over 4 KV heads, the
+median of 20. Turns in milliseconds of the processor: ``generate`` of 96 tokens behind a prompt of 64, a
 Llama of 12 layers of 256, the median of five rounds in which the caches take turns.
 """
 

@@ -190,7 +190,12 @@ def test_each_record_says_how_it_was_made_and_its_page_how_to_make_it_again() ->
     for path in records:
         record = pages.load(path)
         assert all(record[name] for name in ("command", "date", "commit", "machine", "printed")), path.name
-        assert f"`{record['command']}`" in text or f"`{record['command']}:" in text, record["command"]
+        assert f"`{record['command']}`" in text, record["command"]
+    made = pages.load(pages.RECORDS)
+    others = {path for path in DOCS.rglob("*.json") if path.parent != runs.RUNS and path != pages.RECORDS}
+    assert {str(path.relative_to(DOCS)) for path in others} - {"compared.json"} == {*made}
+    assert all({"command", "date", "machine"} <= each.keys() for each in made.values())
+    assert all(each.get("commit") or each.get("brought by") for each in made.values())
 
 
 def test_a_sentence_takes_its_figures_from_the_record() -> None:
