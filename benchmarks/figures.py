@@ -296,11 +296,17 @@ def restores() -> str:
     return table(("", *(f"{shown[backend]} {dtype}" for backend, dtype in names)), rows)
 
 
+def several_rows() -> str:
+    """Of those that the run has, batches in which attention is most of a step."""
+    head, *rows = runs.fields("transformers-attention")["tables"][0]
+    return table(head, (row for row in rows if row[0].startswith(("32", "8"))))
+
+
 def beside_a_socket(name: str) -> Callable[[], str]:
     """Throughput of a store's calls, as shares of a plain socket's."""
 
     def found() -> str:
-        rows = [row for op in runs.fields(name)["tables"][:2] for row in op[1:]]
+        rows = [row for op in runs.fields(name)["tables"][:2] for row in op[1:] if "socket" not in row[0]]
         return table(("", "GB/s", "of a socket's"), ((row[0], row[1], row[3].split()[0]) for row in rows))
 
     return found
@@ -321,7 +327,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "ragged": ragged_table,
         "transformers-update": printed("transformers-update"),
         "transformers-step": printed("transformers-update", 1),
-        "transformers-attention": printed("transformers-attention"),
+        "transformers-attention": several_rows,
         "mlx-lm-cache": printed("mlx-lm-cache"),
     },
     "docs/benchmarks/prefix.md": {"returning": returning, "restores": restores},
