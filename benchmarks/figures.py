@@ -148,7 +148,7 @@ def attending() -> Record:
 
 def quantized() -> Iterator[tuple[str, dict[str, list[str]]]]:
     """By backend, rows by operation and format: ms and times F32 after 4,096 tokens, and after 32,768."""
-    for name in ("torch", "numpy", "mlx"):
+    for name in ("torch", "numpy"):
         _, *rows = runs.fields(f"quantized-{name}")["tables"][0]
         yield name, {label: cells for label, *cells in rows}
 
@@ -266,7 +266,7 @@ def quantized_table() -> str:
         if label != "attend, F32":
             cells = (cell for rows in backends for cell in rows.get(label, [""] * 4)[1::2])
             lines.append((label.removeprefix("attend, "), *cells))
-    return table(("attend", "PyTorch, 4k", "32k", "NumPy, 4k", "32k", "MLX, 4k", "32k"), lines)
+    return table(("attend", "PyTorch, 4k", "32k", "NumPy, 4k", "32k"), lines)
 
 
 def perplexity_table() -> str:
