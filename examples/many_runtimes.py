@@ -1,10 +1,10 @@
-"""One conversation that goes from runtime to runtime through one store: ``python -m examples.many_runtimes``.
+"""One conversation that several runtimes continue through one store: ``python -m examples.many_runtimes``.
 
-Each turn is a new process of another runtime, which begins with what those before it have stored; beside it
-another one computes the whole prompt. Both have to say the same tokens. ``--vllm PYTHON`` names an
-interpreter that has vLLM (``.venv-vllm/bin/python``, see ``make test-vllm``), and adds a turn in it.
+Each turn is a new process of another runtime, which starts from what the earlier ones have stored. A second
+process computes the whole prompt, and both must generate the same tokens. ``--vllm PYTHON`` adds a turn in
+vLLM, with that interpreter (``.venv-vllm/bin/python``, see ``make test-vllm``).
 
-``--runtimes transformers mlx-lm --store valkey://HOST`` is prefill here and decode there: PyTorch fills the
+``--runtimes transformers mlx-lm --store valkey://HOST`` separates prefill from decoding: PyTorch fills the
 pages, which go to a Valkey (or Redis) server, and mlx-lm decodes from them.
 """
 

@@ -72,6 +72,17 @@ def test_every_relative_link_leads_somewhere_in_a_clone(page: Path) -> None:
     assert not missing or TOLD in text, missing
 
 
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *DOCS.rglob("*.md")], ids=lambda page: page.name)
+def test_every_table_has_a_head_and_as_many_cells_in_each_row(page: Path) -> None:
+    """A blank line inside a table, or a cell too few, and what follows is shown as text or is cut off."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        head, rule, *rows = (re.split(r"(?<!\\)\|", row) for row in block.splitlines())
+        assert {cell.strip() for cell in rule[1:-1]} == {"---"}, block
+        assert [row for row in (rule, *rows) if len(row) != len(head)] == [], block
+        assert rows, block
+
+
 def numbers(text: str, behind: str = "") -> list[str]:
     return [found.replace(",", "") for found in re.findall(rf"\d[\d,]*(?:\.\d+)?{behind}", text)]
 
