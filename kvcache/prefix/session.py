@@ -491,7 +491,7 @@ class OpenSessions:
         """
         cached = self.matcher.fill(seq, ids)
         if cached and self.computed(seq) < cached:
-            log.warning("a layer was first put after tokens were kept that lack it; they are forgotten")
+            log.warning("kept tokens lack a layer that was put only later; they are dropped")
             self._tree.clear()
             cached = self.matcher.fill(seq, ids)
             if cached and self.computed(seq) < cached:
@@ -604,9 +604,9 @@ class OpenSessions:
         skipped = [end for end in self._cache.skipped_snapshots(seq) if end <= size]
         if skipped and not self._stats.skipped:
             log.warning(
-                "a batch of sequence %d passed %s, where snapshots were due: a recurrent state is that of a "
-                "batch's end, unless the model delivers those inside. Prompts that part at these positions "
-                "go on from earlier ones; end batches where session.chunks() and prefix.next_snapshot() say. "
+                "a batch of sequence %d passed %s, where snapshots were due, but a recurrent state is known "
+                "only at the end of a batch, unless the model delivers those inside. Prompts that diverge "
+                "there resume earlier; end batches as session.chunks() and prefix.next_snapshot() tell. "
                 "prefix.stats.skipped counts all such snapshots",
                 seq,
                 skipped,

@@ -116,7 +116,7 @@ REFUSED = {
     "generate --prompt x --draft mtp": "no layer for multi-token prediction (model.layers.4.eh_proj.weight)",
     "generate --prompt x --draft /no/such/model": "--draft /no/such/model: no such model",
     "generate --model {model} --prompt x --cache-dtype q8_0": "cache_dtype=Q8_0: head_dim 8 in a cache of",
-    "generate --prompt x --draft 5": "(--draft-tokens is how many)",
+    "generate --prompt x --draft 5": "(--draft-tokens sets their number)",
     "serve --host-memory lots": "--host-memory='lots'; it must be a number of bytes",
     "generate --prompt x --draft lookup --tensor-parallel 2 --backend torch": "cannot be combined",
     "generate --prompt x --tensor-parallel 3": "this model supports 1, 2, 4, 6",
