@@ -199,6 +199,22 @@ def test_what_is_left_of_a_long_prompt_lies_at_even_distances(talk: Talk, cache:
     assert max(counts) <= 3
 
 
+@pytest.mark.parametrize("cache", ["wrapper", "recurrent"])
+def test_a_long_prompt_takes_few_snapshots_that_would_be_evicted_immediately(talk: Talk, cache: str) -> None:
+    """Once space is short while it is computed; it has 200 snapshots at intervals, most of which must go."""
+    r = talk(cache, 80_000, max_sequences=1, capacity=2000, max_batch=8)
+    chat = r.begin(line(0, 1600))
+    for part in chat.session.chunks(8):
+        chat._evaluate(part)
+        chat.session.keep()
+    chat.close()
+    tree = r.prefix.tree
+    assert tree.evicted <= 120
+    ends = sorted(node.end for node in tree.radix_tree)
+    gaps = [later - end for end, later in itertools.pairwise([0, *ends[:-2]])]
+    assert max(gaps) <= 3 * min(gaps)
+
+
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("cache", [*WHOLE, *MORE])
 def test_one_state_is_restored_of_a_long_conversation(
