@@ -118,7 +118,7 @@ def load(
                     f"{file} was saved with another model than {path}: its config.json or weights differ; "
                     "name the original with --model"
                     if theirs is own
-                    else f"{file} was saved with --runtime {theirs.value}, and {path} runs in {own.value}; "
+                    else f"{file} is of a model that runs in {theirs.value}, and {path} runs in {own.value}; "
                     f"use --runtime {theirs.value}, and the original --model"
                 )
             tokens = [*saved.tokens, *tokenizer.encode_more(prompt, config.max_positions)]
