@@ -493,7 +493,7 @@ class OpenSessions:
         """
         cached = self.matcher.fill(seq, ids)
         if cached and self.computed(seq) < cached:
-            log.warning("a layer was first put after tokens were kept that lack it; they are forgotten")
+            log.warning("kept tokens lack a layer that was put only later; they are dropped")
             self._tree.clear()
             cached = self.matcher.fill(seq, ids)
             if cached and self.computed(seq) < cached:

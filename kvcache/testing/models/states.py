@@ -202,7 +202,7 @@ class StateModel:
         tokens = list(copy.tokens) if shared else self.fresh(copy.ids)
         row = ModelRow(before.tokens[: copy.begin] + tokens, copy.seen, points)
         self.rows[seq] = row
-        if row.tokens:
+        if copy.end > copy.begin:  # an empty snapshot brings no position that the sequence did not have
             self.keep(row)
         return True
 
