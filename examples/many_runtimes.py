@@ -178,14 +178,14 @@ def main() -> None:
             options.store or f"file://{place}/store?durable=no",
         )
         tokens = [(31 * i * i + 17 * i) % VOCABULARY for i in range(options.tokens)]
-        print(f"{'':14} {'computed, s':>12} {'restored, s':>12} {'tokens restored':>16}")
+        print("| turn in | computed, s | restored, s | tokens restored |\n|---|---|---|---|")
         for runtime in order:
             python = options.vllm if runtime == "vllm" else sys.executable
             expected, _, alone = _elsewhere(python, runtime, folder, "", tokens, 16)
             answer, restored, first = _elsewhere(python, runtime, folder, store, tokens, 16)
             if answer != expected:
                 raise SystemExit(f"{runtime}: {answer} with the store, {expected} without")
-            print(f"{runtime:14} {alone:12.2f} {first:12.2f} {restored:7} of {len(tokens):5}")
+            print(f"| {runtime} | {alone:.2f} | {first:.2f} | {restored:,} of {len(tokens):,} |", flush=True)
             tokens += answer
 
 

@@ -621,10 +621,10 @@ class OpenSessions:
         skipped = [end for end in self._cache.skipped_snapshots(seq) if end <= size]
         if skipped and not self._stats.skipped:
             log.warning(
-                "a batch of sequence %d passed %s, where snapshots were due: a recurrent state is that of a "
-                "batch's end, unless the model delivers those inside. Prompts that part at these positions "
-                "go on from earlier ones; end batches where session.chunks() and prefix.next_snapshot() say. "
-                "prefix.stats.skipped counts all such snapshots",
+                "a batch of sequence %d passed %s, where snapshots were due, but a batch leaves a recurrent "
+                "state only at its end, unless the model delivers others. Prompts that diverge at these "
+                "positions resume from earlier ones; end batches where session.chunks() and "
+                "prefix.next_snapshot() say. prefix.stats.skipped counts all such snapshots",
                 seq,
                 skipped,
             )
