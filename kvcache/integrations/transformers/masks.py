@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ def check_width(mask: torch.Tensor, stored: int, tokens: int) -> None:
     if mask.shape[1] != stored + tokens:
         raise InvalidRangeError(
             f"HFCache: an attention_mask of {mask.shape[1]} columns for {tokens} new tokens after {stored} "
-            f"stored ones; it must have {stored + tokens}, without the columns removed by remove()"
+            f"stored ones; it must have {stored + tokens}, one for each, and none for what remove() took out"
         )
 
 
@@ -46,16 +46,18 @@ def check_positions(arguments: Mapping[str, Any], stored: int, tokens: int, remo
         )
 
 
-def check_padding(model_type: str, mask: torch.Tensor, stored: int, tokens: int) -> None:
+def check_padding(
+    model_type: str, mask: torch.Tensor, tokens: int, begun: Callable[[torch.Tensor, int], torch.Tensor]
+) -> None:
     """Raise NotSupportedError for a mask (rows, tokens so far), for a pass of ``tokens``, with padding that
-    would enter the states. Padding on the left of a row's first token does not, in a pass of several tokens
-    with a mask of all columns: those of the ``stored`` and the new tokens.
+    would enter the states. Padding on the left of a row's first token does not, in a pass of several tokens;
+    ``begun``, of this mask and ``tokens``: by row, whether the states have a token of it.
     """
     hidden = mask[:, -tokens:] == 0
     if not bool(hidden.any()):
         return
-    if tokens > 1 and mask.shape[1] >= stored + tokens:
-        hidden &= mask.cumsum(1)[:, -tokens:] > 0
+    if tokens > 1:
+        hidden &= begun(mask, tokens)[:, None] | (mask[:, -tokens:].cumsum(1) > 0)
     where = hidden.nonzero()
     if len(where):
         row, column = where[0].tolist()
