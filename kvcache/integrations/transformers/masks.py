@@ -5,6 +5,7 @@ caches.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from transformers.utils.import_utils import is_tracing
 
 from kvcache import InvalidRangeError, NotSupportedError
 
-__all__ = ["check_padding", "check_positions", "check_width", "watch_masks"]
+__all__ = ["check_padding", "check_positions", "check_width", "trim_masks", "watch_masks"]
 
 _RECURRENT = "create_recurrent_attention_mask"
 _MADE_BY = (
@@ -74,6 +75,35 @@ def watch_masks(kind: type) -> None:
         original: Any = getattr(masking_utils, name)
         if not hasattr(original, "watches"):
             _replace(name, original, _watched(original, kind, name == _RECURRENT))
+
+
+_UNTRIMMED = {"mamba": "MambaModel", "falcon_mamba": "FalconMambaModel"}
+"""Models that pass a mask to their mixers as it is, for all columns."""
+
+
+def trim_masks(model_type: str) -> None:
+    """Make models of this type, if they do not, create the mask of their states as all others do: it is
+    checked, and has the columns of the pass. With other caches their behaviour is unchanged.
+    """
+    if model_type not in _UNTRIMMED:
+        return
+    module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    model = getattr(module, _UNTRIMMED[model_type])
+    original = model.forward
+    if hasattr(original, "trims"):
+        return
+
+    @functools.wraps(original)
+    def forward(self: Any, input_ids: Any = None, *args: Any, **options: Any) -> Any:
+        mask, cache = options.get("attention_mask"), options.get("cache", options.get("cache_params"))
+        new = options.get("inputs_embeds") if input_ids is None else input_ids
+        if mask is not None and new is not None and hasattr(cache, "check_mask"):
+            made: Any = getattr(masking_utils, _RECURRENT)
+            options["attention_mask"] = made(self.config, new, mask, cache)
+        return original(self, input_ids, *args, **options)
+
+    forward.trims = True  # type: ignore[attr-defined]
+    model.forward = forward
 
 
 def _watched(original: Any, kind: type, recurrent: bool) -> Any:

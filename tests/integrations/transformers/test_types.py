@@ -71,7 +71,7 @@ class TestPaddingBesideStates:
             with pytest.raises(NotSupportedError, match="hides token 12 of row 1"):
                 case.generate({"input_ids": ids, "attention_mask": mask}, cache)
 
-    @pytest.mark.parametrize("width", range(4, 15))
+    @pytest.mark.parametrize("width", [4, 5, 9, 12, 13, 14])
     @pytest.mark.parametrize("kind", [HFCache, HFStaticCache])
     @pytest.mark.parametrize("label", ["qwen3_next", "mamba2"])
     def test_a_later_turn_hides_nothing_on_its_left(self, label: str, kind: Any, width: int) -> None:
@@ -95,9 +95,9 @@ class TestPaddingBesideStates:
             found = case.feed(cache, ids[:, begin:end], mask[:, :end])
         hf.close(found, theirs[:, 8:], 1e-3)
 
-    @pytest.mark.parametrize("seed", range(8))
+    @pytest.mark.parametrize("seed", range(4))
     @pytest.mark.parametrize("kind", [HFCache, HFStaticCache])
-    @pytest.mark.parametrize("label", ["mamba2", "jamba", "qwen3_next"])
+    @pytest.mark.parametrize("label", ["mamba2", "jamba", "qwen3_next", "mamba"])
     def test_a_turn_with_any_mask_is_right_or_refused(self, label: str, kind: Any, seed: int) -> None:
         """Against each row's visible tokens alone, computed from scratch. A refused turn is as if never."""
         case, random = census.Case(label), np.random.default_rng(seed)
