@@ -71,8 +71,8 @@ class StoreWriter:
         elif not self.behind:
             self.behind = True
             log.warning(
-                "the stores take less than is to be written: %d bytes wait, of at most backlog=%d; what is "
-                "evicted meanwhile is computed again",
+                "the stores are too slow: %d bytes are waiting to be written, of at most backlog=%d; until "
+                "there is room, evicted content is not stored, and is computed again when it is needed",
                 self._store.writes.waiting,
                 self._store.writes.backlog,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -78,6 +79,7 @@ class MLXModel(DrivenModel):
         self.model, self._config = model, dict(config or {})
         self._folder: LoadedFolder | None = None
         self.backend = ml.open_backend("mlx") if backend is None else backend
+        self._shared_stream = getattr(self.backend, "shared_stream", contextlib.nullcontext)
         keep_whole_steps()
         self._layers, self._one_length = layers_tried(model, asked, self.backend)
         new = self._storage()
@@ -118,11 +120,11 @@ class MLXModel(DrivenModel):
         return self._adapters.variant()
 
     def identity(self) -> dict[str, str]:
-        """Names the weights, the config and the dtype for stores: JSON-able. Reads all weights once.
+        """The identity of weights, config and dtype for stores, in JSON values; reads all weights once.
 
-        Of a model from ``load``, ``kvcache.stores.identity_of`` its folder, which other runtimes have too, if
-        these compute the same keys and values from it; else the log says why not, and only processes with
-        mlx-lm have it.
+        For a model from ``load`` this is ``kvcache.stores.identity_of`` of its folder, which other runtimes
+        share if they compute the same keys and values from it. Otherwise the log says why not, and only
+        processes with mlx-lm share it.
         """
         if self._folder is not None:
             rotation = {name: self._args.get(name) for name in ("rope_theta", "rope_scaling")}
@@ -147,6 +149,13 @@ class MLXModel(DrivenModel):
         outputs: np.ndarray,
     ) -> ml.Tensor:  # fmt: skip
         """Logits F32 (outputs, vocabulary) of one call of the model, which is one pass of the cache."""
+        with self._shared_stream():  # logits that nobody asks for are not computed
+            return self._call(ctx, cache, ids, positions, sequences, outputs)
+
+    def _call(
+        self, ctx: ml.Context, cache: Any, ids: Any, positions: np.ndarray, sequences: np.ndarray,
+        outputs: np.ndarray,
+    ) -> ml.Tensor:  # fmt: skip
         storage = self._storage_for(cache)
         storage.ctx = ctx
         tokens = ids.native if hasattr(ids, "native") else mx.array(ids.astype(np.int32))

@@ -71,8 +71,7 @@ def adopt(prompt_cache: Sequence[Any], pool: CachePool, tokens: int | None = Non
     are quantized again here.
 
     mlx-lm's recurrent entries do not know how many tokens they have seen. If all layers are recurrent,
-    ``tokens`` gives the number; None counts as one, so ``offset`` and ``rewind`` are then too small by the
-    rest.
+    ``tokens`` gives the number; None counts as one token, and ``offset`` and ``rewind`` are then too small.
 
     Raises InvalidRangeError if the two belong to different models or ``tokens`` is wrong, NotSupportedError
     for classes that ``CachePool`` does not replace, CacheFullError and SequencesTakenError if it does not

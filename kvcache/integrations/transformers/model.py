@@ -117,11 +117,11 @@ class TransformersModel(DrivenModel):
         return self._adapters.variant()
 
     def identity(self) -> dict[str, str]:
-        """Names the weights, the config and the dtype for stores: JSON-able. Reads all weights once.
+        """The identity of weights, config and dtype for stores, in JSON values; reads all weights once.
 
-        Of a model from ``load``, ``kvcache.stores.identity_of`` its folder, which other runtimes have too, if
-        these compute the same keys and values from it; else the log says why not, and only processes with
-        transformers have it.
+        For a model from ``load`` this is ``kvcache.stores.identity_of`` of its folder, which other runtimes
+        share if they compute the same keys and values from it. Otherwise the log says why not, and only
+        processes with transformers share it.
         """
         if self._folder is not None:
             rotation = {"rope_parameters": getattr(self.model.config, "rope_parameters", None)}
