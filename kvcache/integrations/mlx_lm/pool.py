@@ -16,13 +16,21 @@ from kvcache.integrations.mlx_lm.attention import (
     Bystander,
     ChunkedKVCache,
     KVCache,
+    QuantizedKVCache,
     RotatingKVCache,
     attend_by_entries,
 )
 from kvcache.integrations.mlx_lm.calls import takes_one_length, told_by
 from kvcache.integrations.mlx_lm.codes import keep_codes
 from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
-from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent, Several, layers_of
+from kvcache.integrations.mlx_lm.layers import (
+    Attention,
+    Layer,
+    Recurrent,
+    Several,
+    computes_over_groups,
+    layers_of,
+)
 from kvcache.integrations.mlx_lm.locking import PoolLock
 from kvcache.integrations.mlx_lm.loops import keep_prompt_caches
 from kvcache.integrations.mlx_lm.padding import keep_whole_steps, with_padding_told
@@ -131,7 +139,10 @@ class CachePool:
         if asked.batch_invariant:
             self.storage.cache.set_config(invariant_config(self.backend))
         self.storage.init(self.backend, _stored_dtype(asked.dtype), max_sequences, capacity, largest)
-        caches = self.storage.caches
+        caches, groups = self.storage.caches, self.storage.groups
+        self.storage.saves_groups = groups is not None and (
+            listed or computes_over_groups(model, self.storage.layers, *groups)
+        )
         if not listed:
             called_by(model, self.storage)
         keep_prompt_caches()
@@ -212,7 +223,7 @@ def called_by(model: Any, storage: Storage) -> None:
 
 def prompt_cache_of(storage: Storage, rows: BatchRows) -> list[Any]:
     """The entries of a prompt cache of these rows."""
-    return entries_of(storage, lambda layer, i: _kind(layer)(rows, i))
+    return entries_of(storage, lambda layer, i: _kind(layer, storage.saves_groups)(rows, i))
 
 
 def entries_of(storage: Storage, made: Callable[[Layer, int], Any]) -> list[Any]:
@@ -231,11 +242,13 @@ def _stored_dtype(dtype: Any) -> Any:
     return _DTYPES.get(dtype, dtype) if isinstance(dtype, mx.Dtype) else dtype
 
 
-def _kind(layer: Layer) -> type[LayerCache]:
+def _kind(layer: Layer, saves_groups: bool) -> type[LayerCache]:
     if isinstance(layer, Recurrent):
         return CompressedCache if layer.names else ArraysCache
     if not layer.used:
         return Bystander
     if layer.chunked:
         return ChunkedKVCache
-    return KVCache if layer.window is None else RotatingKVCache
+    if layer.window is not None:
+        return RotatingKVCache
+    return QuantizedKVCache if saves_groups and not layer.keys_only else KVCache

@@ -21,6 +21,7 @@ from kvcache.integrations.rows.dense_batch import DenseBatch
 from kvcache.snapshots.snapshot import read_layers
 from kvcache.storage.formats import CacheFormat
 from kvcache.storage.state_specs import StateSpec
+from ml.block_formats import AFFINE
 
 __all__ = ["Codes", "Storage", "padded"]
 
@@ -74,6 +75,8 @@ class Storage:
         bound = [] if cache is None else [*self.caches.caches.values()]
         self.format = bound[0].storage.dtype if bound else CacheFormat.of(self.computed)
         """The storage format of K and V."""
+        self.saves_groups = False
+        """Whether layers of full attention are saved as mlx-lm's QuantizedKVCache (``CachePool``)."""
         self.one_length = one_length or any(isinstance(x, Attention) and x.chunked for x in self.layers)
         """Whether the model assumes that all rows have the same number of tokens."""
         self.chooses = any(isinstance(x, Attention) and x.assigned for x in self.layers)
@@ -147,9 +150,11 @@ class Storage:
         cache.put_stored(ctx, parts, ml.DType[codes.activations], spec.key_dim if spec.keys_only else None)
         one.written = True
 
-    def is_affine(self, bits: int, group_size: int) -> bool:
-        """Whether keys and values are stored in the format of mlx-lm's quantized caches."""
-        return self.format.name == f"AFFINE{bits}_{group_size}"
+    @property
+    def groups(self) -> tuple[int, int] | None:
+        """Group size and bits, if K and V are stored in the format of mlx-lm's QuantizedKVCache."""
+        sizes = AFFINE.get(self.format.name)
+        return None if sizes is None else (sizes[1], sizes[0])
 
     def name_of(self, native: Any) -> str:
         """Our name for an MLX dtype."""

@@ -28,6 +28,7 @@ from kvcache.integrations.transformers.arguments import CacheOptions
 from kvcache.integrations.transformers.bridge import Bridge, bridge_to, dtype_of
 from kvcache.integrations.transformers.kinds import Kind, Plan, Trait
 from kvcache.integrations.transformers.layer_views import LayerViews
+from kvcache.integrations.transformers.masks import trim_masks
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.places import Places, opened
 from kvcache.snapshots.snapshot import Snapshot
@@ -52,6 +53,7 @@ class CachePool:
 
     def __init__(self, plan: Plan, options: CacheOptions) -> None:
         self.plan, self.options = plan, options
+        trim_masks(plan.model_type)
         self._in_one_piece = Trait.CONTIGUOUS in plan.traits
         self.bound = False
         self.current: ForwardPass | None = None

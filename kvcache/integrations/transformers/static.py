@@ -100,10 +100,18 @@ class HFStaticCache(RowsCache):
         TransformersCache.__init__(self, layers=[_layer(rows, i, kind) for i, kind in enumerate(plan.layers)])
 
     @property
-    def least_held(self) -> int:
-        """1 where layers have states, of which nobody counts the tokens."""
-        states = [layer for layer in _layers(self) if isinstance(layer, StaticLinearLayer)]
-        return int(any(any(layer.has_previous_state.values()) for layer in states))
+    def stored(self) -> int:
+        return max(self.rows.held(), default=0)
+
+    def begun(self, mask: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Nobody counts the tokens of states, but padding leaves them 0, and a token does not."""
+        if self.rows.sequences:
+            self.rows.claim(len(mask), mask)  # refuses other numbers of rows
+        begun = mask.new_zeros(mask.shape[0], dtype=torch.bool)
+        for layer in _layers(self):
+            if isinstance(layer, StaticLinearLayer):
+                begun |= layer.begun(begun)
+        return begun
 
     def crop(self, tokens: int) -> None:
         """Remove the last ``-tokens`` tokens, or keep the first ``tokens`` if it is > 0. Raises
@@ -464,6 +472,15 @@ class StaticLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
             self.rows.claim(conv_states.shape[0], conv_states)
         state: torch.Tensor = super().update_conv_state(conv_states, *args, **kwargs)
         return state
+
+    def begun(self, rows: torch.Tensor) -> torch.Tensor:
+        """By row, like ``rows``, whether a state is not 0."""
+        begun = torch.zeros_like(rows)
+        for states in (self.conv_states, self.recurrent_states):
+            for i, state in states.items():
+                if state is not None and self.has_previous_state[i]:
+                    begun |= state.flatten(1).any(1).to(rows.device)
+        return begun
 
     def activate_past_recording(self) -> None:
         """A no-op: states of fixed shapes cannot go back, as ``crop`` reports."""
