@@ -11,7 +11,7 @@ The protocol mirrors Ollama's ``kvcache.Cache`` (kvcache/cache.go). One pass of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any, Protocol, TypeAlias, TypedDict, runtime_checkable
@@ -416,8 +416,11 @@ class SnapshotCache(Cache, SupportsSnapshots, Protocol):
     def skipped_snapshots(self, seq: int) -> list[int]:
         """The scheduled positions, ascending, that were reached since the last call and not taken."""
 
-    def cancel_snapshots(self, seq: int) -> None:
-        """Discard the scheduled snapshots of a sequence, and those taken but not yet returned."""
+    def cancel_snapshots(self, seq: int, positions: Collection[int] | None = None) -> None:
+        """Take no scheduled snapshots of a sequence at ``positions``.
+
+        None: none at all, and those taken but not yet returned are discarded too.
+        """
 
     def rolled_back(self, seq: int) -> int | None:
         """The lowest position removed since the last call; None if there was none.

@@ -667,6 +667,11 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         """Bytes of all allocated buffers."""
         return sum(buffers.nbytes for buffers in self._buffers.values())
 
+    @property
+    def capacity_nbytes(self) -> int:
+        """The bytes that ``max_sequences * capacity`` tokens take without a window."""
+        return self.nbytes * self._max_sequences * self._capacity // self.cells
+
     def _told(self) -> list[str]:
         table = self._table
         alone = table.unowned - table.free

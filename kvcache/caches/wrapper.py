@@ -41,6 +41,7 @@ from kvcache.caches.base import PreparedCalls
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.encoder import EncoderCache
 from kvcache.caches.one_thread import joined, one_call, one_thread
+from kvcache.caches.states import StateCache
 from kvcache.snapshots.snapshot import WrapperSnapshot, check_following, check_inside, check_kind, replaces
 
 
@@ -377,7 +378,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
     def computed(self, seq: int) -> int:
         """How many tokens of a sequence all wrapped caches have; caches that store nothing are ignored."""
-        stored = (cache for cache in self._positioned if getattr(cache, "nbytes", 1))
+        stored = (cache for cache in self._positioned if _stores(cache))
         end, lacking = min((computed(cache, seq) for cache in stored), default=0), self.lacking(seq)
         return end if lacking is None else min(end, lacking)
 
@@ -472,9 +473,9 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         for cache in self._scheduling.values():
             cache.schedule_snapshots(seq, wanted)
 
-    def cancel_snapshots(self, seq: int) -> None:
+    def cancel_snapshots(self, seq: int, positions: Collection[int] | None = None) -> None:
         for cache in self._scheduling.values():
-            cache.cancel_snapshots(seq)
+            cache.cancel_snapshots(seq, positions)
 
     def rolled_back(self, seq: int) -> int | None:
         """As CausalCache.rolled_back: the lowest of all wrapped caches."""
@@ -602,6 +603,13 @@ def _having(caches: Iterable[Any], call: str) -> list[Any]:
     it.
     """
     return [cache for cache in caches if any(hasattr(part, call) for part in unwrapped(cache))]
+
+
+def _stores(cache: Any) -> bool:
+    """Whether anything may be stored in a cache."""
+    if isinstance(cache, StateCache) and cache.state_table.buffers.nbytes:  # its nbytes takes much longer
+        return True
+    return bool(getattr(cache, "nbytes", 1))
 
 
 def _prepares(cache: Any) -> bool:

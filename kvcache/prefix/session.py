@@ -176,6 +176,8 @@ class Session:
         """The salt and the ``session_id`` of the agent's session that it belongs to."""
         self.stale = False
         """Whether everything kept was discarded since it began, so that its content must not be shared."""
+        self.spaced: list[int] = []
+        """The positions of its snapshots that are scheduled only because of their distance."""
         self.spared = 0
         """Tokens for which stores were not asked at ``begin``, because computing them is faster."""
         self.retention: Retention | None = None
@@ -444,7 +446,7 @@ class OpenSessions:
                 cached = self._fill(seq, ids)
                 matching, origins = self.matcher.matching.seconds, dict(self.matcher.origins)
                 lookup = Lookup(began, matching, time.monotonic() - began - matching, origins)
-                self._schedule(seq, ids, cached, self.matcher.path.length)
+                spaced = self._schedule(seq, ids, cached, self.matcher.path.length)
                 self.rolled_back(seq)
         except BaseException:
             self._cache.cancel_snapshots(seq)
@@ -452,7 +454,7 @@ class OpenSessions:
             raise
         self.free.remove(seq)
         session = self.sessions[seq] = Session(self, seq, ids, cached, tenant)
-        session.spared, session.lookup = self.matcher.spared, lookup
+        session.spared, session.lookup, session.spaced = self.matcher.spared, lookup, spaced
         session.agent = (tenant.salt, session_id) if session_id else None
         stored, path = origins.get("store", 0), self.matcher.path.nodes
         self.agents.begin(session.agent, ids, cached, stored, path, next_use)
@@ -515,12 +517,12 @@ class OpenSessions:
         """Where a batch of the sequence should end for a snapshot; None: anywhere."""
         return self._cache.next_snapshot(seq)
 
-    def _schedule(self, seq: int, ids: np.ndarray, cached: int, parted: int) -> None:
+    def _schedule(self, seq: int, ids: np.ndarray, cached: int, parted: int) -> list[int]:
         """Schedule snapshots of indivisible content; ``parted`` is where the prompt diverges from what is
-        kept.
+        kept. Returns as ``Session.spaced``.
         """
         if self._tree.divisible:
-            return
+            return []
         others = (other.encoded() for other in self.sessions.values())
         # At intervals, but none that would be evicted immediately.
         interval = max(self._interval, int(min(self._evictor.gap / 2, ids.size)) + 1)
@@ -530,6 +532,20 @@ class OpenSessions:
             positions = sorted({whole for at in positions if (whole := at - at % self.block) > cached})
         if positions:
             self._cache.schedule_snapshots(seq, positions)
+        return [at for at in positions[:-1] if at % interval == 0 and at not in (parted, shared)]
+
+    def _respace(self, session: Session) -> None:
+        """Cancel scheduled snapshots that would be evicted immediately, since space has become short."""
+        spaced, gap = session.spaced, self._evictor.gap / 2
+        if len(spaced) < 2 or gap < 2 * (spaced[1] - spaced[0]):
+            return
+        last, stay = session.kept, list[int]()
+        for at in spaced:
+            if at - last >= gap:
+                stay.append(at)
+                last = at
+        session.spaced = stay
+        self._cache.cancel_snapshots(session.seq, {*spaced} - {*stay})
 
     def keep(self, session: Session) -> None:
         """Make the snapshots taken of an open session available to others."""
@@ -544,6 +560,7 @@ class OpenSessions:
                 self._insert(session, path, pieces)
                 session.kept = pieces[-1].end
                 self._follow(session, path)
+            self._respace(session)
 
     def snapshots(self, session: Session, inside: int | None) -> list[Snapshot]:
         """As ``Session.snapshots``."""
@@ -663,7 +680,7 @@ class OpenSessions:
             length, nodes = self._tree.along(path)
             if length > point:
                 try:
-                    reached = self._restore_nearest(seq, path, Source(length, nodes=nodes))
+                    reached = self._restore_nearest(session, path, Source(length, nodes=nodes))
                 except BaseException:  # it holds neither the old nor the requested content
                     session.replaced()
                     self._cache.remove(seq, 0)
@@ -676,8 +693,9 @@ class OpenSessions:
         self.rolled_back(seq)
         return point
 
-    def _restore_nearest(self, seq: int, path: Path, source: Source) -> int:
+    def _restore_nearest(self, session: Session, path: Path, source: Source) -> int:
         """Restore along nodes; if one fails, along those before it. Returns the length restored."""
+        seq = session.seq
         self._cache.cancel_snapshots(seq)
         with self._evictor.within_budgets():
             try:
@@ -689,7 +707,7 @@ class OpenSessions:
                 self._cache.remove(seq, 0)
                 source = Source()
             self._tree.touch(path, source.length)
-            self._schedule(seq, path.tokens, source.length, path.length)
+            session.spaced = self._schedule(seq, path.tokens, source.length, path.length)
         return source.length
 
     def rolled_back(self, seq: int) -> int | None:
