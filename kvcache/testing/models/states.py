@@ -190,8 +190,12 @@ class StateModel(attention.Model):
         return Copy(tokens, self._cut(seq, end)[1].seen)
 
     def restore_copy(self, seq: int, copy: Copy, target: int | None, shared: bool) -> bool:
-        """As ``restore``; a state goes only to the end of its snapshot."""
-        if target not in (None, copy.end) or not super().restore(seq, copy.tokens, None, shared):
+        """As ``restore``; keys and values come first, and a state goes only to the end of its snapshot."""
+        before = self.tokens[seq]
+        if not super().restore(seq, copy.tokens, target, shared):
+            return False
+        if target not in (None, copy.end):
+            self.tokens[seq] = before
             return False
         points = {point: seen for point, seen in self.folds[seq].points.items() if point <= copy.begin}
         self.folds[seq] = Fold(copy.seen, points)
