@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from kvcache.storage.state_slots import HeldStates
 from kvcache.testing.models import values
 from kvcache.testing.models.states import ATTENTION_LAYER, Copy, StateModel, StateSetup, state_values
 from kvcache.testing.rigs.attention import look, outcome
+from kvcache.testing.rigs.machine import Op, Trace
 from ml import DType
 
 
@@ -377,97 +379,131 @@ def random_state_setup(rnd: random.Random, floats: Sequence[DType]) -> StateSetu
     )
 
 
-def state_trace(backend: ml.Backend, seed: int, floats: Sequence[DType]) -> None:
-    """Run the trace of one seed; raises if the cache and its model differ."""
-    rnd = random.Random(seed)
+def state_trace(rnd: random.Random, floats: Sequence[DType], computes: bool) -> Trace:
     setup = random_state_setup(rnd, floats)
-    with backend.new_context() as ctx:
-        rig = StateRig(setup, backend, ctx)
-        for _ in range(rnd.randrange(5, 18)):
-            _random_call(rnd, rig)
-        rig.drain()
-        rig.check_copies()
-        rig.cache.close()
+    return Trace(setup, rnd.randrange(5, 18), functools.partial(StateMachine, setup))
 
 
-def _random_call(rnd: random.Random, rig: StateRig) -> None:
-    count = rig.setup.max_sequences
-    seq = rnd.randrange(count)
-    length = rig.model.length(seq)
-    roll = rnd.random()
-    if roll < 0.5:
-        some = rnd.sample(range(count), rnd.randint(1, count))
-        _random_pass(rnd, rig, rnd.choices(some, k=rnd.randint(1, 5)))
-    elif roll < 0.62:
-        rig.copy_prefix(seq, rnd.randrange(count), rnd.randint(-1 if rnd.random() < 0.1 else 0, length + 1))
-    elif roll < 0.72:
-        rig.remove(seq, rnd.randint(0, length + 1))
-    elif roll < 0.84:
-        begin = rnd.randint(0, length)
-        rig.remove(seq, begin, begin + rnd.randint(-1 if rnd.random() < 0.1 else 0, 4))
-    elif roll < 0.85:
-        rig.checkpoint(seq)
-    elif roll < 0.87:
-        holders = [other for other in range(count) if rig.model.tokens[other]]
-        if holders:
-            rig.read(rnd.sample(holders, rnd.randint(1, len(holders))))
-    elif roll < 0.90:
-        rig.delivery = rnd.choice(("none", "wanted", "all", "some"))
-        rig.scheduled(seq, rnd.sample(range(1, 6), 3), rnd.randint(1, 6))
-    elif roll < 0.93:
-        end = rnd.choice([None, rnd.randint(0, length)])
-        rig.snapshot(seq, rnd.randint(0, length if end is None else end), end)
-    elif rig.copies:
+class StateMachine:
+    """Random calls on a recurrent cache."""
+
+    def __init__(self, setup: StateSetup, backend: ml.Backend, ctx: ml.Context) -> None:
+        self.rig, self.count = StateRig(setup, backend, ctx), setup.max_sequences
+
+    def choose(self, rnd: random.Random) -> Op:
+        rig, count, seq, roll = self.rig, self.count, rnd.randrange(self.count), rnd.random()
+        length = rig.model.length(seq)
+        if roll < 0.5:
+            return self._pass(rnd, rnd.sample(range(count), rnd.randint(1, count)))
+        if roll < 0.62:
+            return (
+                "copy_prefix",
+                seq,
+                rnd.randrange(count),
+                rnd.randint(-1 if rnd.random() < 0.1 else 0, length + 1),
+            )
+        if roll < 0.72:
+            return "remove", seq, rnd.randint(0, length + 1)
+        if roll < 0.84:
+            begin = rnd.randint(0, length)
+            return "remove", seq, begin, begin + rnd.randint(-1 if rnd.random() < 0.1 else 0, 4)
+        if roll < 0.85:
+            return "checkpoint", seq
+        if roll < 0.87:
+            return "read", tuple(rnd.sample(range(count), rnd.randint(1, count)))
+        if roll < 0.90:
+            return "scheduled", seq, tuple(rnd.sample(range(1, 6), 3)), rnd.randint(1, 6), _delivery(rnd)
+        if roll < 0.93 or not rig.copies:
+            end = rnd.choice([None, rnd.randint(0, length)])
+            return "snapshot", seq, rnd.randint(0, length if end is None else end), end
         which = rnd.randrange(len(rig.copies))
-        if rnd.random() < 0.3:
-            snapshot = rig.copies[which][0]
-            nbytes = snapshot.nbytes
-            snapshot.detach()
-            assert (snapshot.in_cache, snapshot.nbytes) == (False, nbytes)
         end = rig.copies[which][1].end
-        rig.restore(seq, which, rnd.choice([None, end, max(0, end - 1)]))
+        return "restore", seq, which, rnd.choice([None, end, max(0, end - 1)]), rnd.random() < 0.3
 
+    def _pass(self, rnd: random.Random, some: Sequence[int]) -> Op:
+        """A pass over some sequences: what it delivers, which drafted states are wanted, how it ends, and a
+        seed of smaller choices."""
+        sequences = tuple(rnd.choices(some, k=rnd.randint(1, 5)))
+        drafted = (
+            (rnd.choice(sequences), *rnd.sample(range(6), rnd.randint(1, 4))) if rnd.random() < 0.5 else ()
+        )
+        end = rnd.choices(("", "fails", "fails late", "is resumed"), (65, 10, 8, 17))[0]
+        return "pass", sequences, _delivery(rnd), drafted, end, rnd.randrange(1 << 16)
 
-def _random_pass(rnd: random.Random, rig: StateRig, sequences: list[int]) -> None:
-    rig.delivery = rnd.choice(("none", "wanted", "wanted", "all", "some"))
-    if rnd.random() < 0.5:  # drafted tokens
-        seq = rnd.choice(sequences)
-        begin = rig.model.length(seq)
-        rig.want(seq, sorted(rnd.sample(range(begin, begin + 6), rnd.randint(1, 4))))
-    if not rig.start(sequences):
+    def apply(self, op: Op) -> None:
+        name, *rest = op
+        args: Any = rest
+        rig = self.rig
+        if name == "pass":
+            self._apply_pass(*args)
+        elif name == "read":
+            if holders := [seq for seq in args[0] if rig.model.length(seq)]:
+                rig.read(holders)
+        elif name == "scheduled":
+            rig.delivery = args.pop()
+            rig.scheduled(*args)
+        elif name == "restore":
+            seq, which, target, detached = args
+            if rig.copies:
+                snapshot = rig.copies[which % len(rig.copies)][0]
+                if detached:
+                    nbytes = snapshot.nbytes
+                    snapshot.detach()
+                    assert (snapshot.in_cache, snapshot.nbytes) == (False, nbytes)
+                rig.restore(seq, which % len(rig.copies), target)
+        else:
+            getattr(rig, str(name))(*args)
+
+    def _apply_pass(
+        self, sequences: Sequence[int], delivery: str, drafted: Sequence[int], end: str, seed: int
+    ) -> None:
+        rig, rnd, order = self.rig, random.Random(seed), list(dict.fromkeys(sequences))
+        rig.delivery = delivery
+        if drafted:
+            seq, *ahead = drafted
+            rig.want(seq, sorted(rig.model.length(seq) + step for step in ahead))
+        if not rig.start(sequences):
+            rig.check()
+            return
+        if end == "fails":  # after writing some of the states
+            rig.write("conv", 0, in_place=("conv", 0) in rig.known)
+            self._take_back(order)
+            return
+        rig.step(lambda: rnd.random() < 0.5)
         rig.check()
-        return
-    if rnd.random() < 0.1:  # the model fails after writing some of the states
-        rig.write("conv", 0, in_place=("conv", 0) in rig.known)
-        for seq in dict.fromkeys(sequences):
-            rig.remove(seq, rig.lengths[seq])
-        return
-    rig.step(lambda: rnd.random() < 0.5)
-    rig.check()
-    if _settled(rnd, rig):
-        return
-    if rnd.random() < 0.1:  # it fails after keeping some of the sequences
-        for seq in dict.fromkeys(sequences):
-            if rnd.random() < 0.5:
-                rig.snapshot(seq)
-        rig.spoil()
-        for seq in dict.fromkeys(sequences):
-            rig.remove(seq, rig.lengths[seq])
-        return
-    if rnd.random() < 0.2:
-        count = rig.setup.max_sequences
-        for seq in range(count):
-            end = rig.model.length(seq)
-            rig.want(seq, [end + 1, end + 2])
-        rig.start_and_resume(rnd.choices(range(count), k=rnd.randint(1, 5)))
+        if self._settled(rnd):
+            return
+        if end == "fails late":  # after keeping some of the sequences
+            for seq in order:
+                if rnd.random() < 0.5:
+                    rig.snapshot(seq)
+            rig.spoil()
+            self._take_back(order)
+        elif end == "is resumed":
+            for seq in range(self.count):
+                stop = rig.model.length(seq)
+                rig.want(seq, [stop + 1, stop + 2])
+            rig.start_and_resume(rnd.choices(range(self.count), k=rnd.randint(1, 5)))
+
+    def _take_back(self, order: Sequence[int]) -> None:
+        for seq in order:
+            self.rig.remove(seq, self.rig.lengths[seq])
+
+    def _settled(self, rnd: random.Random) -> bool:
+        """Whether some drafted tokens were rejected."""
+        inside = [(seq, at) for seq, fold in enumerate(self.rig.model.folds) for at in fold.inside]
+        if not inside or rnd.random() < 0.3:
+            return False
+        seq, at = rnd.choice(inside)
+        if rnd.random() < 0.3:
+            self.rig.snapshot(seq, 0, at)
+        return self.rig.remove(seq, at)
+
+    def finish(self) -> None:
+        self.rig.drain()
+        self.rig.check_copies()
+        self.rig.cache.close()
 
 
-def _settled(rnd: random.Random, rig: StateRig) -> bool:
-    """Whether some drafted tokens were rejected."""
-    inside = [(seq, at) for seq in range(rig.setup.max_sequences) for at in rig.model.folds[seq].inside]
-    if not inside or rnd.random() < 0.3:
-        return False
-    seq, at = rnd.choice(inside)
-    if rnd.random() < 0.3:
-        rig.snapshot(seq, 0, at)
-    return rig.remove(seq, at)
+def _delivery(rnd: random.Random) -> str:
+    return rnd.choice(("none", "wanted", "wanted", "all", "some"))
