@@ -208,9 +208,9 @@ class PrefixCache(Closing):
         from when the session closes.
 
         ``session_id`` names the session of an agent that the conversation belongs to, for ``agent_sessions``;
-        it changes neither what is found nor what is kept. ``next_use``, if it is known, is how many seconds
-        after the end of this conversation the session's next one will begin: the later, the earlier is what
-        only that session used for it evicted.
+        it changes neither what is found nor what is kept. ``next_use``, if known, is how many seconds after
+        the end of this conversation the session's next one will begin: the longer that is, the earlier is
+        evicted what only that session used.
 
         At least one token is left to evaluate. If the device fails to restore the prefix, a warning is
         logged, all tokens are left to evaluate, and the prefix stays cached. Raises SessionLimitError if all

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -78,6 +79,7 @@ class MLXModel(DrivenModel):
         self.model, self._config = model, dict(config or {})
         self._folder: LoadedFolder | None = None
         self.backend = ml.open_backend("mlx") if backend is None else backend
+        self._shared_stream = getattr(self.backend, "shared_stream", contextlib.nullcontext)
         keep_whole_steps()
         self._layers, self._one_length = layers_tried(model, asked, self.backend)
         new = self._storage()
@@ -148,6 +150,13 @@ class MLXModel(DrivenModel):
         outputs: np.ndarray,
     ) -> ml.Tensor:  # fmt: skip
         """Logits F32 (outputs, vocabulary) of one call of the model, which is one pass of the cache."""
+        with self._shared_stream():  # logits that nobody asks for are not computed
+            return self._call(ctx, cache, ids, positions, sequences, outputs)
+
+    def _call(
+        self, ctx: ml.Context, cache: Any, ids: Any, positions: np.ndarray, sequences: np.ndarray,
+        outputs: np.ndarray,
+    ) -> ml.Tensor:  # fmt: skip
         storage = self._storage_for(cache)
         storage.ctx = ctx
         tokens = ids.native if hasattr(ids, "native") else mx.array(ids.astype(np.int32))

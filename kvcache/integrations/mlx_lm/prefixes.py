@@ -151,10 +151,19 @@ class MLXPrefixCache(SharedPrefixes):
             self.pool.close()
             raise
 
-    def begin(self, tokens: Sequence[int], salt: str = "", shared: int = 0) -> MLXSession:
+    def begin(
+        self,
+        tokens: Sequence[int],
+        salt: str = "",
+        shared: int = 0,
+        *,
+        session_id: str = "",
+        next_use: float | None = None,
+    ) -> MLXSession:
         """Start a conversation with a prompt, from its longest cached prefix. ``salt`` and ``shared`` control
-        sharing, as in ``PrefixCache.begin``. With adapters, prefixes are shared among conversations whose
-        adapters have the same content and scales.
+        sharing, ``session_id`` and ``next_use`` say whose request it is, as in ``PrefixCache.begin``; ``with
+        cache.lock:``, ``prefix.agent_sessions`` closes, retains or deletes what an agent used. With
+        adapters, prefixes are shared among conversations whose adapters have the same content and scales.
         """
         self.check_open("begin")
         room = self.pool.room
@@ -170,7 +179,9 @@ class MLXPrefixCache(SharedPrefixes):
                 self.pool.lock.wait(1.0)  # a thread may end without closing its conversation
             self.pool.sequences.current = None
             variant = self.adapters.variant()
-            session = self.prefix.begin(tokens, salt, shared, variant=variant)
+            session = self.prefix.begin(
+                tokens, salt, shared, variant=variant, session_id=session_id, next_use=next_use
+            )
             self._claims[session.seq] = threading.current_thread(), claim
             return MLXSession(self, session, variant)
 
@@ -202,6 +213,8 @@ class MLXPrefixCache(SharedPrefixes):
         prefill_step_size: int = 512,
         salt: str = "",
         shared: int = 0,
+        session_id: str = "",
+        next_use: float | None = None,
         **options: Any,
     ) -> Iterator[tuple[int, Any]]:
         """As mlx-lm's ``generate_step`` with its ``options``, for one conversation, from the cached prefix.
@@ -227,7 +240,7 @@ class MLXPrefixCache(SharedPrefixes):
         asked = options.get("max_tokens", _MAX_TOKENS)
         options["max_tokens"] = self.pool.sequences.fitting("generate", len(tokens), asked)
         said: list[int] = []
-        with self.begin(tokens, salt, shared) as session:
+        with self.begin(tokens, salt, shared, session_id=session_id, next_use=next_use) as session:
             last = session.prefill(prefill_step_size, progress)
             steps = generate_step(last, self.model, prompt_cache=session.prompt_cache, **options)
             try:

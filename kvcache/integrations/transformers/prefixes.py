@@ -354,10 +354,19 @@ class HFPrefixCache(SharedPrefixes):
             part.rope_deltas = None
 
     @in_turn
-    def begin(self, tokens: Sequence[int], salt: str = "", shared: int = 0) -> HFSession:
+    def begin(
+        self,
+        tokens: Sequence[int],
+        salt: str = "",
+        shared: int = 0,
+        *,
+        session_id: str = "",
+        next_use: float | None = None,
+    ) -> HFSession:
         """Start a conversation with a prompt, from its longest cached prefix. ``salt`` and ``shared`` control
-        sharing, as in ``PrefixCache.begin``. With PEFT adapters, prefixes are shared among conversations
-        whose adapters have the same content and scales.
+        sharing, ``session_id`` and ``next_use`` say whose request it is, as in ``PrefixCache.begin``; ``with
+        cache.lock:``, ``prefix.agent_sessions`` closes, retains or deletes what an agent used. With PEFT
+        adapters, prefixes are shared among conversations whose adapters have the same content and scales.
         """
         self.check_open("begin")
         variant = self.adapters.variant()
@@ -369,7 +378,9 @@ class HFPrefixCache(SharedPrefixes):
         if self.limit is not None:
             check_rotation("begin", len(tokens), self.limit)
         tokens = self.check_ids("begin", tokens)
-        session = self.prefix.begin(tokens, salt, shared, variant=variant)
+        session = self.prefix.begin(
+            tokens, salt, shared, variant=variant, session_id=session_id, next_use=next_use
+        )
         stored = {i for cache in self._family.caches.values() for i in cache.storage.buffers}
         strange = sorted(i for i in stored if i >= self._layers)
         if strange:
@@ -390,6 +401,8 @@ class HFPrefixCache(SharedPrefixes):
         prefill_size: int = 512,
         salt: str = "",
         shared: int = 0,
+        session_id: str = "",
+        next_use: float | None = None,
         **options: Any,
     ) -> Any:
         """``model.generate(input_ids, **options)`` for one conversation, (1, tokens), from its cached prefix.
@@ -403,7 +416,7 @@ class HFPrefixCache(SharedPrefixes):
         _check_one_row(input_ids, options)
         _check_inputs(self.model, options)
         prompt = input_ids[0].tolist()
-        with self.begin(prompt, salt, shared) as session:
+        with self.begin(prompt, salt, shared, session_id=session_id, next_use=next_use) as session:
             session.prefill(prefill_size)
             if options.get("custom_generate") is not None:  # which may draft tokens
                 session.cache.rows.drafts = MOST_DRAFTS
