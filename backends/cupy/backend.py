@@ -83,6 +83,11 @@ class CupyBackend(PlacedBackend):
     def _device_memory(self, index: int, device: DeviceInfo, allocated: int) -> DeviceMemory:
         return DeviceMemory(device.name, allocated, *self.places[index].memory())
 
+    def pool_bytes(self, index: int = 0) -> tuple[int, int]:
+        """(used, kept) bytes of CuPy's memory pool on a device, which all users of CuPy share."""
+        self.check("pool_bytes")
+        return self.places[index].pool()
+
     def close(self) -> None:
         if not self.closed:
             super().close()

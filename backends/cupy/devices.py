@@ -45,6 +45,12 @@ class Place:
             free, total = cupy.cuda.runtime.memGetInfo()
             return int(free), int(total)
 
+    def pool(self) -> tuple[int, int]:
+        """(used, kept) bytes of CuPy's memory pool, which the whole process shares."""
+        with self.work("memory"):
+            pool = cupy.get_default_memory_pool()
+            return int(pool.used_bytes()), int(pool.total_bytes())
+
     def release(self) -> None:
         """Give the pool's unused blocks back to the device, once the work on them is done."""
         with self.work("close"):

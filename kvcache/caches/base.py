@@ -27,6 +27,7 @@ from kvcache.cache import (
     check_whole,
 )
 from kvcache.caches.one_thread import PassOfThread, one_thread
+from kvcache.caches.sequences import drop_middle
 from kvcache.snapshots.schedule import SnapshotSchedule
 from kvcache.snapshots.snapshot import Snapshot, check_kind
 from kvcache.storage.formats import CacheFormat
@@ -183,6 +184,15 @@ class ManagedSnapshots(Generic[S]):
     @abstractmethod
     def remove(self, seq: int, begin: int, end: int | None = None) -> None:
         """See PreparedCalls."""
+
+    def shift_context(self, seq: int, keep: int) -> int:
+        """Make room in a full sequence: keep the first ``keep`` tokens and remove the older half of the rest.
+
+        The remaining tokens move down and their keys are re-encoded (see ``remove``); a recurrent state is
+        not changed. Returns the number of tokens removed. Ollama's runner does this when a conversation
+        outgrows its context.
+        """
+        return drop_middle(self, seq, keep, self.offset(seq))
 
     def schedule_snapshots(self, seq: int, positions: Iterable[int]) -> None:
         """Take a snapshot at each of ``positions`` when a batch reaches it, even in the middle of the batch.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from kvcache.cache import (
     NotSupportedError,
     SequenceLostError,
     ShiftFunction,
+    check_whole,
     whole_numbers,
 )
 from kvcache.snapshots.attention import AttentionSnapshots
@@ -199,6 +201,23 @@ def check_groups(
                 f"{row.last + 1} on (none was evaluated, or the cache's remove took them), and the batch "
                 f"begins at {group.lowest}; evaluate its tokens from {row.last + 1} on"
             )
+
+
+class SupportsRemove(Protocol):
+    """A cache that can remove tokens from the middle of a sequence."""
+
+    def remove(self, seq: int, begin: int, end: int | None = None) -> None: ...
+
+
+def drop_middle(cache: SupportsRemove, seq: int, keep: int, length: int) -> int:
+    """Remove the older half of what follows the first ``keep`` of ``length`` positions; returns how many."""
+    if check_whole("shift_context", "keep", keep) >= length:
+        raise InvalidRangeError(
+            f"shift_context: keep={keep} of {length} tokens; keep must satisfy 0 <= keep < length"
+        )
+    count = max(1, (length - keep) // 2)
+    cache.remove(seq, keep, keep + count)
+    return count
 
 
 def lost_error(op: str, seq: int) -> SequenceLostError:

@@ -41,6 +41,7 @@ from kvcache.caches.base import PreparedCalls
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.encoder import EncoderCache
 from kvcache.caches.one_thread import joined, one_call, one_thread
+from kvcache.caches.sequences import drop_middle
 from kvcache.caches.states import StateCache
 from kvcache.snapshots.snapshot import WrapperSnapshot, check_following, check_inside, check_kind, replaces
 
@@ -371,6 +372,10 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         """As CausalCache.defrag, on every wrapped cache that has it."""
         for cache in self._in_cells:
             cache.defrag()
+
+    def shift_context(self, seq: int, keep: int) -> int:
+        """As CausalCache.shift_context, for the same range in all caches."""
+        return drop_middle(self, seq, keep, self.offset(seq))
 
     def offset(self, seq: int) -> int:
         """The position of the next token of a sequence, according to the wrapped caches that know."""

@@ -437,9 +437,12 @@ def test_memory_counts_ours_and_asks_cuda_for_the_rest(backend: Any) -> None:
     (device,) = backend.memory().devices
     assert (device.device, device.allocated, device.total) == ("cuda:0", 4000, double.TOTAL)
     assert device.free == double.TOTAL - double.POOL.total[0]
+    used, kept = backend.pool_bytes()
+    assert 4000 < 4096 <= used <= kept
     del tensor
     gc.collect()
     assert backend.memory().allocated == 0
+    assert backend.pool_bytes()[0] == used - 4096
 
 
 def test_close_gives_free_blocks_back_to_the_device() -> None:
@@ -454,7 +457,7 @@ def test_close_gives_free_blocks_back_to_the_device() -> None:
     with double.Device(0):
         assert double.memGetInfo()[0] >= before + (4 << 20)
     with pytest.raises(ml.ClosedError):
-        backend.memory()
+        backend.pool_bytes()
 
 
 def test_what_does_not_fit_names_bytes_shape_and_device(ctx: Any) -> None:

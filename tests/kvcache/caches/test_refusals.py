@@ -442,6 +442,7 @@ WHOLE: dict[str, Callable[[CausalCache, Any], object]] = {
     "snapshot to": lambda cache, n: cache.snapshot(0, 0, 2**63 if n is None else n),
     "evict": lambda cache, n: cache.evict(0, [n]),
     "schedule_snapshots": lambda cache, n: cache.schedule_snapshots(0, [n]),
+    "shift_context": lambda cache, n: cache.shift_context(0, n),
     "rollback": lambda cache, n: branches.rollback(cache, 0, n),
     "fork": lambda cache, n: branches.fork(cache, 0, [1], 2**63 if n is None else n),
     "branches.resume_point": lambda cache, n: branches.resume_point(cache, 0, n),

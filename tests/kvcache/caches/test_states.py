@@ -213,7 +213,9 @@ def test_a_context_shift_keeps_the_state_that_saw_everything(states: MakeStates)
     for _ in range(8):
         r.forward(0)
     assert not r.start([0])
-    assert r.remove(0, 2, 5)
+    assert r.cache.shift_context(0, 2) == 3
+    r.model.remove(0, 2, 5)
+    r.check()
     r.forward(0, 0)
     r.drain()
 

@@ -92,8 +92,9 @@ def test_a_recurrent_state_inside_a_batch_is_not_there_to_be_kept_and_that_is_sa
     assert r.keep([0, *LONG, 90]) == 21
 
 
+@pytest.mark.parametrize("cut", ["shift_context", "remove"])
 def test_what_lies_behind_a_cut_is_not_said_to_be_passed_by_a_batch(
-    backend: ml.Backend, ctx: ml.Context, caplog: pytest.LogCaptureFixture
+    backend: ml.Backend, ctx: ml.Context, cut: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = kvcache.SlidingWindowCache(5, shift=lambda ctx, layer, key, offsets: key)
     cache.init(backend, DType.F32, 2, 60, 16)
@@ -107,7 +108,10 @@ def test_what_lies_behind_a_cut_is_not_said_to_be_passed_by_a_batch(
 
     for part in session.chunks(16):
         evaluate(len(part))
-    cache.remove(session.seq, 2, 7)
+    if cut == "shift_context":
+        assert cache.shift_context(session.seq, 2) == 5
+    else:
+        cache.remove(session.seq, 2, 7)
     session.extend([1])
     evaluate(1)
     session.close()
