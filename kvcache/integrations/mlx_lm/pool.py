@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 import ml
-from kvcache.cache import CacheDType, InvalidRangeError, check_whole
-from kvcache.integrations.conversations import check_known, invariant_config
+from kvcache.cache import InvalidRangeError
+from kvcache.integrations.conversations import invariant_config
 from kvcache.integrations.mlx_lm.attention import (
     Bystander,
     ChunkedKVCache,
@@ -37,7 +36,7 @@ from kvcache.integrations.mlx_lm.padding import keep_whole_steps, with_padding_t
 from kvcache.integrations.mlx_lm.recurrent import ArraysCache, CompressedCache
 from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.sequences import SequencePool
-from kvcache.integrations.mlx_lm.storage import Storage
+from kvcache.integrations.mlx_lm.storage import PoolOptions, Storage
 
 __all__ = ["CachePool", "PoolOptions", "called_by", "entries_of", "layers_tried", "prompt_cache_of"]
 
@@ -45,51 +44,6 @@ _DTYPES = {mx.float32: ml.DType.F32, mx.float16: ml.DType.F16, mx.bfloat16: ml.D
 
 PREFILL = 2048
 """The expected tokens per row of the largest pass: mlx-lm's own ``prefill_step_size``."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolOptions:
-    """The options of a CachePool.
-
-    Up to ``max_sequences`` rows, copies and finished conversations exist at once, of up to ``capacity``
-    tokens each. ``dtype`` is the storage format of K and V (None: the model's dtype): an MLX dtype, or any
-    format of ``Cache.init``, such as ``ml.DType.Q8_0``, "AFFINE8_64" or a pair. ``rollback`` is the number of
-    tokens that sliding layers keep beyond their windows, so that they can be trimmed. ``checkpoints`` of the
-    states of recurrent layers are kept per sequence, one every ``checkpoint_interval`` tokens, for
-    ``rewind``. ``max_batch`` is the largest number of tokens in a pass, over all rows (None: 2048 per
-    sequence). ``max_kv_size``, at least 5, is as in mlx-lm: a layer keeps the first 4 tokens permanently and
-    the last ``max_kv_size - 4``, and rows have unlimited length. A query in a pass of several tokens sees
-    what it sees with mlx-lm's RotatingKVCache, which differs slightly (see ``masks.seen_beside_kept``).
-    ``backend`` is an open MLX backend (None: a new one), ``batch_invariant`` as in ``ml.CacheConfig``.
-    """
-
-    capacity: int = 4096
-    max_sequences: int = 1
-    dtype: CacheDType | None = None
-    rollback: int = 64
-    checkpoints: int = 4
-    checkpoint_interval: int = 256
-    max_batch: int | None = None
-    max_kv_size: int | None = None
-    backend: ml.Backend | None = None
-    batch_invariant: bool = False
-
-    @classmethod
-    def of(cls, op: str, options: Mapping[str, Any]) -> PoolOptions:
-        """The options from keywords. Raises InvalidRangeError for an unknown name or an invalid size."""
-        check_known(op, options, [field.name for field in fields(cls)])
-        checked = cls(**options)
-        for name, least in _LEAST.items():
-            size = getattr(checked, name)
-            if size is not None:
-                check_whole(op, name, size, least)
-        return checked
-
-
-_LEAST = {
-    "capacity": 1, "max_sequences": 1, "rollback": 0, "checkpoints": 0, "checkpoint_interval": 1,
-    "max_batch": 1,
-}  # fmt: skip
 
 
 class CachePool:
@@ -132,9 +86,7 @@ class CachePool:
         if not listed:
             layers, one_length = layers_tried(model, layers, self.backend)
         ctx = self.backend.new_context()
-        self.storage = Storage(
-            layers, ctx, rollback, asked.checkpoints, asked.checkpoint_interval, one_length
-        )
+        self.storage = Storage(layers, ctx, asked, one_length)
         largest = max_sequences * min(capacity, PREFILL) if asked.max_batch is None else asked.max_batch
         if asked.batch_invariant:
             self.storage.cache.set_config(invariant_config(self.backend))

@@ -25,7 +25,7 @@ from kvcache.integrations.rows.caches import ModelCaches, Top
 from kvcache.integrations.rows.dense_batch import DenseBatch
 from kvcache.integrations.rows.sequences import Sequences, SharedSequence
 from kvcache.integrations.transformers.arguments import CacheOptions
-from kvcache.integrations.transformers.bridge import Bridge, bridge_to, dtype_of
+from kvcache.integrations.transformers.bridge import Bridge, bridge_to, dtype_of, stored_dtype
 from kvcache.integrations.transformers.kinds import Kind, Plan, Trait
 from kvcache.integrations.transformers.layer_views import LayerViews
 from kvcache.integrations.transformers.masks import trim_masks
@@ -78,7 +78,7 @@ class CachePool:
         dtype = torch.float32 if torch.is_autocast_enabled(like.device.type) else like.dtype
         self.like = torch.empty(0, dtype=dtype, device=like.device)
         self.activations = dtype_of(dtype)
-        self.dtype = options.dtype or CacheFormat.of(self.activations)
+        self.dtype = stored_dtype(options.dtype) or CacheFormat.of(self.activations)
         self.backend = backend = opened(options.backend, like.device, self.plan)
         self.ctx = backend.new_context()
         self.bridge = bridge_to(backend)

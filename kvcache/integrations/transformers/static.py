@@ -7,6 +7,7 @@ the device. transformers' masks hide positions that are not stored yet.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Self, cast
 
 import torch
@@ -29,12 +30,12 @@ from kvcache import (
     OrderError,
     StateSpec,
 )
+from kvcache.integrations.conversations import show_options
 from kvcache.integrations.rows.dense_batch import DenseBatch
 from kvcache.integrations.transformers.arguments import (
     CacheOptions,
     check_names,
     check_options,
-    signature_of,
 )
 from kvcache.integrations.transformers.indexers import put_indexer_keys
 from kvcache.integrations.transformers.kinds import CROSS, Kind, Trait, empty_layer, layer_plan
@@ -57,7 +58,7 @@ class HFStaticCache(RowsCache):
 
     def __new__(cls, config: Any = None, *args: Any, **options: Any) -> Self:
         """For an encoder-decoder's config, makes the subclass that is also an ``EncoderDecoderCache``."""
-        check_names("HFStaticCache", cls.__init__, args, options)
+        check_names("HFStaticCache", ["capacity", "backend", "max_sequences"], args, options)
         if cls is HFStaticCache and getattr(config, "is_encoder_decoder", False):
             return cast("Self", super().__new__(HFStaticEncoderDecoderCache))
         return cast("Self", super().__new__(cls))
@@ -75,7 +76,7 @@ class HFStaticCache(RowsCache):
         first keys arrive, for ``max_sequences`` rows (None: those of the first batch).
         """
         # Windows keep everything: a view of the whole has no gaps.
-        options = CacheOptions(backend, None, max_sequences, capacity, capacity, None)
+        options = CacheOptions(backend, max_sequences, capacity, lookback=capacity)
         check_options("HFStaticCache", options)
         plan = layer_plan(config)
         for trait in (Trait.OWN_MASK, Trait.OWN_CLASS, Trait.COMPRESSED):
@@ -135,7 +136,7 @@ class HFStaticCache(RowsCache):
                 layer.keep(length)
 
 
-setattr(HFStaticCache, "__signature__", signature_of(HFStaticCache.__init__))  # noqa: B010
+show_options(HFStaticCache, "config", partial(HFStaticCache.__init__, None, None))  # type: ignore[arg-type]
 
 
 class HFStaticEncoderDecoderCache(Crossing, HFStaticCache, EncoderDecoderCache):  # type: ignore[misc]
