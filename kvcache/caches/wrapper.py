@@ -113,7 +113,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         """
         if isinstance(i, float | bool) or i not in range(len(self.caches)):
             kinds = ", ".join(f"{j}: {type(cache).__name__}" for j, cache in enumerate(self.caches))
-            raise InvalidRangeError(f"set_layer_type: {i!r:.40}; it must be the place of a cache ({kinds})")
+            raise InvalidRangeError(f"set_layer_type: {i!r:.40}; it must be the index of a cache ({kinds})")
         if self._thread is not None and self._thread != get_ident():
             check_thread("set_layer_type", self._thread)
         self._type, self._unselected = i, []

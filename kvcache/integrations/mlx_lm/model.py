@@ -28,7 +28,7 @@ from kvcache.integrations.mlx_lm.padding import keep_whole_steps
 from kvcache.integrations.mlx_lm.pool import called_by, entries_of, layers_tried, prompt_cache_of
 from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.sequences import SequencePool
-from kvcache.integrations.mlx_lm.storage import Storage
+from kvcache.integrations.mlx_lm.storage import PoolOptions, Storage
 from kvcache.integrations.rows.driven import LOOKBACK, DrivenModel, Layout, Sizes, positions_in
 from kvcache.snapshots.layer_shapes import layers_of_cache
 from kvcache.stores import Part
@@ -113,18 +113,19 @@ class MLXModel(DrivenModel):
     def _storage(self, cache: Any = None) -> Storage:
         """The storage of the layers in a cache made by ``make_cache``; None: in a new cache."""
         ctx = self.backend.new_context()
-        return Storage(self._layers, ctx, LOOKBACK, 24, 256, self._one_length, cache)
+        options = PoolOptions(rollback=LOOKBACK, checkpoints=24)
+        return Storage(self._layers, ctx, options, self._one_length, cache)
 
     def variant(self) -> Part:
         """Identifies adapters and changes of the weights since construction."""
         return self._adapters.variant()
 
     def identity(self) -> dict[str, str]:
-        """Names the weights, the config and the dtype for stores: JSON-able. Reads all weights once.
+        """The identity of weights, config and dtype for stores, in JSON values; reads all weights once.
 
-        Of a model from ``load``, ``kvcache.stores.identity_of`` its folder, which other runtimes have too, if
-        these compute the same keys and values from it; else the log says why not, and only processes with
-        mlx-lm have it.
+        For a model from ``load`` this is ``kvcache.stores.identity_of`` of its folder, which other runtimes
+        share if they compute the same keys and values from it. Otherwise the log says why not, and only
+        processes with mlx-lm share it.
         """
         if self._folder is not None:
             rotation = {name: self._args.get(name) for name in ("rope_theta", "rope_scaling")}
