@@ -18,7 +18,8 @@ from kvcache.testing.bench.timing import Sample, machine
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-RECORDS = DOCS / "benchmarks" / "records.json"
+RECORDS = "benchmarks/records.json"
+"""In DOCS: how each record is made."""
 _WIDTH = 240
 _DIGITS = 6
 _MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -63,9 +64,9 @@ def save(path: Path, record: Mapping[str, Any]) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_compact(_rounded(record), 0) + "\n", encoding="utf-8")
-    if path.is_relative_to(DOCS) and path != RECORDS and "command" not in record:
+    if path.is_relative_to(DOCS) and path != DOCS / RECORDS and "command" not in record:
         made = provenance(" ".join(["python", *sys.orig_argv[1:]]))
-        save(RECORDS, load(RECORDS) | {str(path.relative_to(DOCS)): made})
+        save(DOCS / RECORDS, load(DOCS / RECORDS) | {str(path.relative_to(DOCS)): made})
 
 
 def _rounded(value: Any) -> Any:

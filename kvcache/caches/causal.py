@@ -323,9 +323,9 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
             and (
                 store.write(ctx, forward.run, forward.tokens, key, value)
                 if forward.run >= 0
-                else forward.slots_for is ctx
+                else forward.scattered_for is ctx
                 and (rows := buffers.row_store) is not None
-                and rows.write_rows(ctx, forward.slots, key, value)
+                and rows.write_rows(ctx, forward.scattered, key, value)
             )
         ):
             if buffers.absent is None:

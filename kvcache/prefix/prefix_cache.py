@@ -156,10 +156,7 @@ class PrefixCache(Closing):
         )
         shapes = {i: LayerShape(*shape) for i, shape in (options.layers or {}).items()}
         lookup = StoreLookup(self.tree, shapes, self._prefetcher)
-        self._open = OpenSessions(
-            self.tree, self.evictor, lookup, options.interval, self.stats, bool(options.write_through),
-            block_size if options.whole_blocks else 1,
-        )  # fmt: skip
+        self._open = OpenSessions(self.tree, self.evictor, lookup, self.stats, options, block_size)
         self._calls = self._open.calls
         self._open.agents.prefetcher = self._prefetcher
         self._in_flight, self._read_ahead = in_flight, read_ahead

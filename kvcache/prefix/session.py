@@ -32,6 +32,7 @@ from kvcache.prefix.agent_sessions import Agent, AgentSessions
 from kvcache.prefix.alphabet import EVERYONE, Tenant
 from kvcache.prefix.eviction import Evictor
 from kvcache.prefix.matcher import PrefixMatcher, Source, StoreLookup
+from kvcache.prefix.options import PrefixOptions
 from kvcache.prefix.prefix_tree import Path, PrefixTree
 from kvcache.prefix.radix_tree import Node, common_length
 from kvcache.prefix.retention import Retention
@@ -394,8 +395,9 @@ class Session:
 class OpenSessions:
     """Begins sessions in free sequences of the cache of ``tree``, rewinds and ends them.
 
-    ``interval`` is the distance between snapshots of windows and states in a prompt. ``write_through``: what
-    a session leaves is submitted to the stores when it ends.
+    ``options``: ``interval`` is the distance between snapshots of windows and states in a prompt; with
+    ``write_through``, what a session leaves is submitted to the stores when it ends; with ``whole_blocks``,
+    what is reused, and kept, are whole ones of ``block_size`` tokens.
     """
 
     def __init__(
@@ -403,12 +405,10 @@ class OpenSessions:
         tree: PrefixTree,
         evictor: Evictor,
         lookup: StoreLookup,
-        interval: int,
         stats: PrefixStats,
-        write_through: bool = False,
-        block: int = 1,
+        options: PrefixOptions,
+        block_size: int,
     ) -> None:
-        """``block``: what is reused, and kept, are whole ones of so many tokens."""
         self.alphabet = tree.alphabet
         self.sessions: dict[int, Session] = {}
         """The open sessions by sequence."""
@@ -418,11 +418,12 @@ class OpenSessions:
         self.used: set[int] = set()
         """Sequences of sessions, and those that could not be emptied after one. What others hold is not ours:
         branches of a caller, for example."""
-        self.block = block
-        self.matcher = PrefixMatcher(tree, self.sessions, lookup, block)
+        self.block = block_size if options.whole_blocks else 1
+        self.matcher = PrefixMatcher(tree, self.sessions, lookup, self.block)
         self._lookup = lookup
         self._cache, self._tree, self._evictor = tree.cache, tree, evictor
-        self._interval, self._stats, self._write_through = interval, stats, write_through
+        self._interval, self._stats = options.interval, stats
+        self._write_through = bool(options.write_through)
         self.calls = threading.RLock()
         """Held by the thread that is in a call of the PrefixCache or of a session."""
         self.foreign_pass: Callable[[], bool | None] = getattr(tree.cache, "foreign_pass", lambda: False)
@@ -493,7 +494,7 @@ class OpenSessions:
         """
         cached = self.matcher.fill(seq, ids)
         if cached and self.computed(seq) < cached:
-            log.warning("a layer was first put after tokens were kept that lack it; they are forgotten")
+            log.warning("kept tokens lack a layer that was put only later; they are dropped")
             self._tree.clear()
             cached = self.matcher.fill(seq, ids)
             if cached and self.computed(seq) < cached:

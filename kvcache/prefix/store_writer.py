@@ -71,8 +71,8 @@ class StoreWriter:
         elif not self.behind:
             self.behind = True
             log.warning(
-                "the stores are too slow: %d bytes are waiting to be written, of at most backlog=%d; until "
-                "there is room, evicted content is not stored, and is computed again when it is needed",
+                "the stores do not keep up: %d bytes wait to be written, of at most backlog=%d; content "
+                "evicted until they do is computed again",
                 self._store.writes.waiting,
                 self._store.writes.backlog,
             )

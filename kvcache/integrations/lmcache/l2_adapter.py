@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ class _Tasks:
         self._lock = threading.Lock()
 
     def fileno(self) -> int:
-        return self._notifier.fileno()
+        return int(self._notifier.fileno())
 
     def finish(self, task: int, result: Any) -> None:
         with self._lock:
@@ -187,7 +188,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def _load(self, keys: Sequence[Any], objects: Sequence[Any]) -> Any:
         names, bitmap = self._names(keys), Bitmap(len(keys))
         for i, name in names.items():
-            if use_entry(self._tier, name, lambda entry, memory=objects[i]: _fill(memory, entry)):
+            if use_entry(self._tier, name, partial(_fill, objects[i])):
                 bitmap.set(i)
         self._notify_keys_accessed([key for i, key in enumerate(keys) if bitmap.test(i)])
         return bitmap

@@ -28,7 +28,7 @@ from kvcache.integrations.mlx_lm.padding import keep_whole_steps
 from kvcache.integrations.mlx_lm.pool import called_by, entries_of, layers_tried, prompt_cache_of
 from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.sequences import SequencePool
-from kvcache.integrations.mlx_lm.storage import Storage
+from kvcache.integrations.mlx_lm.storage import PoolOptions, Storage
 from kvcache.integrations.rows.driven import LOOKBACK, DrivenModel, Layout, Sizes, positions_in
 from kvcache.snapshots.layer_shapes import layers_of_cache
 from kvcache.stores import Part
@@ -113,7 +113,8 @@ class MLXModel(DrivenModel):
     def _storage(self, cache: Any = None) -> Storage:
         """The storage of the layers in a cache made by ``make_cache``; None: in a new cache."""
         ctx = self.backend.new_context()
-        return Storage(self._layers, ctx, LOOKBACK, 24, 256, self._one_length, cache)
+        options = PoolOptions(rollback=LOOKBACK, checkpoints=24)
+        return Storage(self._layers, ctx, options, self._one_length, cache)
 
     def variant(self) -> Part:
         """Identifies adapters and changes of the weights since construction."""

@@ -15,8 +15,7 @@ from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.quantized import QuantizedEmbedding
 from mlx_lm.generate import generate_step
 
-import ml
-from kvcache.cache import CacheDType, ClosedError, InvalidRangeError, KVCacheError
+from kvcache.cache import ClosedError, InvalidRangeError, KVCacheError
 from kvcache.integrations.conversations import Conversation, SharedPrefixes, prefix_options
 from kvcache.integrations.mlx_lm.adapters import Adapters
 from kvcache.integrations.mlx_lm.layers import Attention
@@ -91,6 +90,10 @@ class MLXSession(Conversation):
             self._owner._left(self._session)
 
 
+_CACHE_OPTIONS = ("dtype", "rollback", "backend")
+"""The fields of PoolOptions that an MLXPrefixCache takes by the same name."""
+
+
 class MLXPrefixCache(SharedPrefixes):
     """A ``kvcache.PrefixCache`` for a model of mlx-lm, sliding and hybrid ones included.
 
@@ -111,13 +114,11 @@ class MLXPrefixCache(SharedPrefixes):
         *,
         max_sequences: int = 4,
         capacity: int = 4096,
-        dtype: CacheDType | None = None,
-        rollback: int = 64,
-        backend: ml.Backend | None = None,
         batch_invariant: bool = False,
         **options: Any,
     ) -> None:
-        """``options`` are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``block_size`` and its options.
+        """``options`` are ``dtype``, ``rollback`` and ``backend``, as in ``PoolOptions``, and PrefixCache's:
+        ``budget``, ``tiers``, ``identity``, ``block_size`` and its options.
 
         ``batch_invariant``: answers do not depend on the cache's content, bit for bit; prompts are evaluated
         in blocks of ``block_size`` tokens, and only such blocks are reused, not answers.
@@ -128,12 +129,12 @@ class MLXPrefixCache(SharedPrefixes):
         Raises NotSupportedError for unsupported layers, as CachePool does, and for ``tiers`` with a model
         that is split over ranks (``model.shard``).
         """
-        self._check_options(MLXPrefixCache, options, _ranks_of(model))
+        self._check_options(MLXPrefixCache, options, _CACHE_OPTIONS, _ranks_of(model))
         self.model = model
         self.adapters = Adapters(model)
         self.pool = CachePool(
-            model, capacity=capacity, max_sequences=max_sequences, dtype=dtype, rollback=rollback,
-            backend=backend, batch_invariant=batch_invariant,
+            model, capacity=capacity, max_sequences=max_sequences, batch_invariant=batch_invariant,
+            **{name: options.pop(name) for name in _CACHE_OPTIONS if name in options},
         )  # fmt: skip
         if batch_invariant:
             options["whole_blocks"] = True

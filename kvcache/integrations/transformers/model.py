@@ -185,10 +185,8 @@ class TransformersModel(DrivenModel):
 
     def _cache_of(self, cache: Any) -> PassCache:
         if self._last is None or self._last_of is not cache:
-            own, attends = ModelCaches.over(self.plan.kinds, cache), self.plan.attends
-            self._last = PassCache(
-                self.plan, own.caches, own.states, self._bridge, self.device, self.layout, attends
-            )
+            own = ModelCaches.over(self.plan.kinds, cache)
+            self._last = PassCache(self.plan, own.caches, own.states, self._bridge, self.device, self.layout)
             self._last_of = cache
         return self._last
 

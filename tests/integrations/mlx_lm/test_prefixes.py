@@ -507,7 +507,9 @@ def test_who_holds_all_conversations_is_told_and_others_wait() -> None:
 def test_an_answer_that_does_not_fit_ends_where_the_room_ends(caplog: pytest.LogCaptureFixture) -> None:
     with MLXPrefixCache(models.shared("llama"), capacity=34, max_sequences=1, **OPTIONS) as cache:
         assert said(cache, FIRST, 9) == plain("llama", FIRST, 4)
-        assert "an answer of up to 9 tokens ends after 4, where the pool's room ends" in caplog.text
+        assert (
+            "an answer of up to 9 tokens will end after 4, because the pool has no more room" in caplog.text
+        )
         with pytest.raises(InvalidRangeError, match="a prompt of 34 tokens"):
             said(cache, [*FIRST, 1, 2, 3, 4], 1)
 
