@@ -62,7 +62,7 @@ def record_of(source: str) -> Record:
     """
     if source.startswith("runs/"):
         cells = runs.fields(source.removeprefix("runs/"))["cells"]
-        return cells | {"cells": cells}
+        return {**cells, "cells": cells}
     found: Record = globals()[source]()
     return found
 
@@ -103,13 +103,14 @@ def ragged() -> Record:
     """``mlx_least`` and ``mlx_most`` are ratios to the faster of the ways that are written by hand."""
     found = rows_of(load(BENCHMARKS / "ragged.json"))
     ratios = [row["ours"].ratio for row in found["mlx float32"].values() if "ours" in row]
-    return found | {"mlx_least": min(ratios), "mlx_most": max(ratios)}
+    return {**found, "mlx_least": min(ratios), "mlx_most": max(ratios)}
 
 
 def two_hosts() -> Record:
     """The longest prompt of the larger model; seconds."""
     point = load(DOCS / "two-hosts" / "figures.json")["models"]["llama"]["points"][-1]
-    return point | {"fetched": {f"{gigabits:g} Gb/s": s for gigabits, s in point["restored"] if gigabits}}
+    fetched = {f"{gigabits:g} Gb/s": s for gigabits, s in point["restored"] if gigabits}
+    return {**point, "fetched": fetched}
 
 
 def whole_trace() -> Record:
@@ -167,7 +168,7 @@ def eviction() -> Record:
 def many_runtimes() -> Record:
     """The range of seconds to the first token, of turns that found what a runtime before them has stored."""
     rows = runs.fields("many-runtimes")["tables"][0][2:]
-    found = {}
+    found: dict[str, float] = {}
     for column, name in ((1, "computed"), (2, "restored")):
         seconds = [float(row[column]) for row in rows]
         found |= {f"{name} least": min(seconds), f"{name} most": max(seconds)}
@@ -207,7 +208,7 @@ def mutation() -> Record:
 def soak() -> Record:
     """``answers``: those that nobody left."""
     cells = runs.fields("soak")["cells"]
-    return cells | {"answers": int(cells["answers: whole"]) + int(cells["answers: slow"])}
+    return {**cells, "answers": int(cells["answers: whole"]) + int(cells["answers: slow"])}
 
 
 # Tables.

@@ -307,7 +307,7 @@ ENCODER: Table = [
 WRAPPER: Table = [
     (
         InvalidRangeError,
-        "set_layer_type: -1; it must be the place of a cache",
+        "set_layer_type: -1; it must be",
         lambda c, x: c.set_layer_type(-1),
     ),
     (InvalidRangeError, "set_layer_type: 2", lambda c, x: c.set_layer_type(2)),
