@@ -127,18 +127,18 @@ def test_where_room_is_short_no_points_are_taken_that_would_go_at_once(talk: Tal
     assert ends(r) == [8, 16, 24, 32, 39, 40]
 
 
-@pytest.mark.parametrize("cache", ["wrapper", "sliding"])
-def test_cells_for_others_come_from_points_inside(talk: Talk, cache: str) -> None:
-    """A window has far fewer cells than all of the past."""
+@pytest.mark.parametrize(("cache", "conversations"), [("wrapper", 4), ("sliding", 12)])
+def test_cells_for_others_come_from_points_inside(talk: Talk, cache: str, conversations: int) -> None:
+    """Where there is no room for all snapshots, but for all ends."""
     r = talk(cache, max_sequences=4, capacity=40, max_batch=8)
-    said = [line(first, 32) for first in (100, 200, 300, 400)]
+    said = [line(100 * i, 32) for i in range(conversations)]
     for tokens in said:
         chat = r.begin(tokens)
         for part in chat.session.chunks(8):
             chat._evaluate(part)
             chat.session.keep()
         chat.close()
-    assert [r.prefix.longest([*tokens, 1]) for tokens in said] == [32] * 4
+    assert [r.prefix.longest([*tokens, 1]) for tokens in said] == [32] * conversations
 
 
 @every_whole
