@@ -160,7 +160,7 @@ def test_an_answer_ends_where_the_room_ends(
         assert status == 200
         assert answer["usage"] == {**answer["usage"], "prompt_tokens": 8, "completion_tokens": 40}
         assert answer["choices"][0]["finish_reason"] == "length"
-        assert "up to 512 tokens ends after 40" in caplog.text
+        assert "up to 512 tokens will end after 40" in caplog.text
         assert running.text("abcdefg") == running.said("abcdefg", 6)
 
 

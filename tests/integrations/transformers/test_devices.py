@@ -198,7 +198,7 @@ def test_layers_on_a_device_of_another_kind_are_served_from_the_first_and_that_i
             assert str(found[0].device) == device
             assert torch.equal(found[0].cpu(), key)
     (said,) = caplog.messages
-    assert "layers on cpu, and its HFCache is on cuda:0" in said
+    assert "layers on cpu, but its HFCache is on cuda:0" in said
 
 
 def test_what_was_stored_moves_to_the_devices_of_the_layers_after_the_first_pass() -> None:

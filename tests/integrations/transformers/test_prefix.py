@@ -350,7 +350,7 @@ def test_an_answer_ends_where_there_is_no_more_room(
         for _ in range(2):
             assert torch.equal(prefix.generate(ids, **options), right)
         assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
-        assert "with its prompt ends after 33: there is no more room" in caplog.text
+        assert "but will end after 33: there is no more room" in caplog.text
         assert torch.equal(prefix.generate(ids, do_sample=False, max_new_tokens=23), right)
         assert len(caplog.records) == 2
 

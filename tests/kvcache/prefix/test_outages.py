@@ -234,7 +234,7 @@ def test_a_page_larger_than_a_budget_is_said_once(clock: Clock, caplog: pytest.L
         outages.took(store, 800)
     assert len(lines(caplog)) == 1
     outages.took(store, 1000)
-    assert "3 serialized snapshots were not kept there" in lines(caplog)[1]
+    assert "it refused 3 serialized snapshots" in lines(caplog)[1]
 
 
 def over(backend: ml.Backend, store: Any, clock: Clock, cache: str = "causal") -> Rig:

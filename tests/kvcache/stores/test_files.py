@@ -292,7 +292,7 @@ def test_a_store_without_the_budget_of_another_is_told_of(
             fill(limited, [f"c{i}"])
         assert limited.usage().nbytes == 3 * UNIT
     (told,) = caplog.messages
-    assert f"holds {6 * UNIT} bytes, and the budget is {3 * UNIT}: another store writes" in told
+    assert f"holds {6 * UNIT} bytes, but the budget is {3 * UNIT}: another store writes" in told
 
 
 def test_stores_that_digest_otherwise_share_a_folder_and_its_budget(where: Path) -> None:
