@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 import vllm.config
-import vllm.entrypoints.llm  # whatever it imports takes vllm.config as it is
 from transformers import OPTConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -34,7 +34,6 @@ LEFT_OUT = {
 """Patterns of tests that are not run, and why."""
 
 _used: Counter[str] = Counter()
-_own = vllm.config.ModelConfig
 
 
 class _Connector(KVCacheConnector):  # type: ignore[misc]
@@ -77,8 +76,9 @@ def prepared(paths: Sequence[Path]) -> Iterator[tuple[Sequence[Path], Counter[st
         config.save_pretrained(folder)
         tokenizer().save_pretrained(folder)
 
-        def model_config(model: str = "", **options: Any) -> Any:
-            return _own(model=folder, **options)
+        def small(self: Any, *arguments: Any, model: str = "", **options: Any) -> None:
+            plain(self, *arguments, model=folder, **options)
 
-        with named([vllm.config], ModelConfig=model_config):
+        plain = vllm.config.ModelConfig.__init__
+        with patch.object(vllm.config.ModelConfig, "__init__", small):
             yield paths, _used
