@@ -115,11 +115,9 @@ bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks.ragged
 	$(BIN)/python -m benchmarks.ragged --quick --backend numpy --parts shared ragged one
 	$(BIN)/python -m benchmarks.ragged --quick --backend mlx --parts shared ragged one
-	$(BIN)/python -m benchmarks.prefix
-	$(BIN)/python -m benchmarks.pressure
-	$(BIN)/python -m benchmarks.file_store --entries 1000 10000 100000
-	$(BIN)/python -m benchmarks.stores file valkey mooncake
 	$(BIN)/python -m benchmarks.two_hosts
+	$(BIN)/python -m benchmarks.runs
+	$(BIN)/python -m benchmarks.site
 
 # Every model type of the runtimes that we integrate with; some minutes each. Stopped with Ctrl-C it goes on where it
 # was; `make clean` begins again.

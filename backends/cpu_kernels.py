@@ -47,7 +47,7 @@ from backends.numba_options import kernel, part
 
 CHUNK = 128
 """The number of rows whose scores are kept at a time."""
-F32, F16, BF16, Q8, Q4 = KINDS.values()
+F32, F16, BF16, Q8, _ = KINDS.values()
 ARITHMETIC = {"reassoc", "contract", "nsz"}
 EXACT = {"contract"}
 """Not empty, since numba replaces an empty set by the caller's."""

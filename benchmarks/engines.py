@@ -1,15 +1,17 @@
 """Engines and servers beside one another over one random Llama: docs/server.md.
 
     python -m benchmarks.engines {transformers,mlx-lm} [--clients 1 8 32] [--prompt 128] [--shared 112 0]
-                                 [--rounds 3] [--only NAME ...] [--vllm PYTHON] [--out FOLDER]
+                                 [--rounds 3] [--only NAME ...] [--vllm PYTHON] [--out FOLDER] [--add]
 
 Our engine over another library's model, over our own model of the same weights, and the library's own ways to
 serve several at once. Each is a process of its own with one thread for its arithmetic, up and warm, and they
 take turns: so many clients ask at once, greedily, what was not asked before.
 
 Time is what the contender's own processes have computed, which other programs on the machine do not lengthen;
-by the clock it is recorded too. ``transformers serve`` needs ``pip install 'transformers[serving]'``,
-``--vllm`` the Python of an environment that has vLLM. Needs Linux: memory and time are read in /proc.
+by the clock it is recorded too. MLX's wheel for CPUs multiplies matrices by the reference BLAS, in which all
+else disappears: ``LD_PRELOAD=libopenblas.so.0`` has another do it. ``transformers serve`` needs
+``pip install 'transformers[serving]'``, ``--vllm`` the Python of an environment that has vLLM. Needs Linux:
+memory and time are read in /proc.
 """
 
 from __future__ import annotations
@@ -423,11 +425,10 @@ def measured(options: argparse.Namespace) -> Iterator[dict[str, Found]]:
 
 def tables(record: Mapping[str, Any]) -> dict[str, str]:
     """By their marks."""
-    found = {}
-    for library, run in record.items():
-        found[library] = f"{run['about']}.\n\n{shown(run['found'])}"
-        found[f"{library}-aims"] = aims(run["found"])
-    return found
+    return {
+        library: f"{run['about']}, {rounds_of(run['found'])}.\n\n{shown(run['found'])}"
+        for library, run in record.items()
+    }
 
 
 def median(rounds: Sequence[Sequence[float]], which: int) -> float:
@@ -440,9 +441,29 @@ def place(size: str) -> tuple[int, int]:
     return -shared, clients
 
 
-def spelled(size: str) -> str:
-    clients, shared = size.split("/")
-    return f"{clients}, {shared if shared != '0' else 'none'} shared"
+def rounds_of(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """How many rounds the first contender had, by the tokens shared."""
+    rounds = next(iter(found.values()))["rounds"]
+    counts = {size.split("/")[1]: len(rounds[size]) for size in sorted(rounds, key=place)}
+    return "rounds: " + ", ".join(
+        f"{count} ({shared if shared != '0' else 'none'} shared)" for shared, count in counts.items()
+    )
+
+
+def added(before: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of two runs, which differ in their sizes."""
+    if before.get("about", run["about"]) != run["about"]:
+        raise SystemExit(f"--add: the record is of {before['about']}; this run is of {run['about']}")
+    found = {**before.get("found", {})}
+    for name, one in run["found"].items():
+        other = found.get(name, asdict(Found()))
+        found[name] = {
+            "rounds": {**other["rounds"], **one["rounds"]},
+            "answers": other["answers"] + one["answers"],
+            "others": other["others"] + one["others"],
+            "peak": max(other["peak"], one["peak"]),
+        }
+    return {**run, "foreign_cores": max(before.get("foreign_cores", 0), run["foreign_cores"]), "found": found}
 
 
 def common(rounds: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -455,15 +476,15 @@ def shown(found: Mapping[str, Mapping[str, Any]]) -> str:
     floor = next(iter(found.values()))["rounds"]
     sizes = common(one["rounds"] for one in found.values())
     largest = {size.split("/")[1]: size for size in sizes}.values()
-    head = ["tokens/s (ratio): clients, tokens shared", *map(spelled, sizes)]
-    head += [f"first token, s: {spelled(size)}" for size in largest]
+    head = ["tokens/s (ratio), clients/tokens shared", *sizes]
+    head += [f"first token, s: {size}" for size in largest]
     rows = []
     for name, one in found.items():
         rates = {size: median(one["rounds"][size], 0) for size in sizes}
         cells = [f"{rate:,.1f} ({rate / median(floor[size], 0):.2f})" for size, rate in rates.items()]
         firsts = [median(one["rounds"][size], 2) for size in largest]
         cells += [f"{first:,.2f}" if first else "not told" for first in firsts]
-        same = f"{one['answers'] - one['others']} of {one['answers']}" if one["answers"] else "not compared"
+        same = f"{one['answers'] - one['others']}/{one['answers']}" if one["answers"] else "not compared"
         rows.append([name, *cells, f"{one['peak']:,.0f}", same])
     return table([*head, "peak memory, MiB", "same answers"], rows)
 
@@ -480,8 +501,8 @@ def aims(found: Mapping[str, Mapping[str, Any]]) -> str:
         if sizes:
             ratio, where = min((median(mine[size], 0) / median(other[size], 0), size) for size in sizes)
             reached = "yes" if ratio >= least else "no"
-            rows.append([ours, theirs, f"{least:g}", f"{ratio:.2f}", spelled(where), reached])
-    return table(["", "beside", "at least", "least found", "clients, tokens shared", "reached"], rows)
+            rows.append([ours, theirs, f"{least:g}", f"{ratio:.2f}", where, reached])
+    return table(["", "beside", "at least", "least found", "clients/tokens shared", "reached"], rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -496,22 +517,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="+", help="these contenders")
     parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vLLM")
     parser.add_argument("--out", type=Path, default=DOCS / "benchmarks", help="where the record is")
+    parser.add_argument("--add", action="store_true", help="keep what the record has of other sizes")
     options = parser.parse_args(arguments)
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     packages = ["torch", "transformers"] if options.library == "transformers" else ["mlx", "mlx-lm"]
     about = [machine(), *(f"{name} {version(name)}" for name in packages)]
-    about += [f"{options.rounds} rounds", f"prompts of {options.prompt} tokens, answers of {options.new}"]
+    about += [f"{Path(name).name} preloaded" for name in os.environ.get("LD_PRELOAD", "").split(":") if name]
+    about += [f"prompts of {options.prompt} tokens, answers of {options.new}"]
     others = Foreign()
     record = load(options.out / RECORD)
+    before = record.get(options.library, {}) if options.add else {}
     for found in measured(options):
-        record[options.library] = {
+        run = {
             "about": ", ".join(about),
             "foreign_cores": others.cores(),
             "found": {name: asdict(one) for name, one in found.items()},
         }
+        record[options.library] = added(before, run)
         save(options.out / RECORD, record)
-    for text in tables({options.library: record[options.library]}).values():
-        print(f"{text}\n")
+    run = record[options.library]
+    print(f"{tables({options.library: run})[options.library]}\n\n{aims(run['found'])}")
 
 
 if __name__ == "__main__":

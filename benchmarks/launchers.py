@@ -55,6 +55,7 @@ except RanksError as error:
 
 def main() -> None:
     specs = ml.plugins.registry().specs()
+    print("| | seconds | exit code, lines, ranks left |\n|---|---|---|")
     for name in ("torch", "mlx"):
         launcher = specs[name].launcher
         if launcher is None:
@@ -66,9 +67,8 @@ def main() -> None:
                     whole = [*launcher(2), *command]
                     if ours:
                         whole = [sys.executable, "-c", OURS, repr(launcher(2)), repr(command)]
-                    print(
-                        f"{name:6} {how:15} {'ours' if ours else 'theirs':7} {once(whole, how, Path(folder))}"
-                    )
+                    who = "ours" if ours else "theirs"
+                    print(f"| {name}, {how}, {who} | {once(whole, how, Path(folder))} |", flush=True)
 
 
 def once(command: list[str], how: str, folder: Path) -> str:
@@ -78,7 +78,7 @@ def once(command: list[str], how: str, folder: Path) -> str:
         command, env=environ, stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe
     ) as process:
         until = time.monotonic() + 60
-        while not {"0", "1"} <= {path.name for path in folder.iterdir()} and time.monotonic() < until:
+        while time.monotonic() < until and sum(path.stat().st_size > 0 for path in folder.iterdir()) < 2:
             time.sleep(0.01)
         pids = [int((folder / rank).read_text(encoding="ascii")) for rank in "01"]
         began = time.time()
@@ -89,11 +89,11 @@ def once(command: list[str], how: str, folder: Path) -> str:
             seconds = time.time() - began
         except subprocess.TimeoutExpired:
             process.kill()
-            return _left(pids, f"more than {LIMIT:g} s")
+            return _left(pids, f"more than {LIMIT:g} |")
     since = seconds - WAITS if how == "stopped" else seconds
     lines = len(told.splitlines())
     time.sleep(2)
-    return _left(pids, f"{since:5.2f} s, exit code {process.returncode}, {lines} lines")
+    return _left(pids, f"{since:.2f} | exit code {process.returncode}, {lines} lines,")
 
 
 def _left(pids: list[int], told: str) -> str:
@@ -103,7 +103,7 @@ def _left(pids: list[int], told: str) -> str:
             status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
             left += status != "Z"
             os.kill(pid, signal.SIGKILL)
-    return f"{told}, {left} ranks left"
+    return f"{told} {left} ranks left"
 
 
 if __name__ == "__main__":

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import io
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from kvcache.testing.bench.timing import Sample
+from kvcache.testing.bench.timing import Sample, machine
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+RECORDS = "benchmarks/records.json"
+"""In DOCS: how each record is made."""
 _WIDTH = 240
 _DIGITS = 6
 _MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def packages() -> dict[str, str]:
+    """Versions of those that figures depend on, as far as they are installed."""
+    found = {}
+    for name in ("torch", "transformers", "mlx", "mlx-lm", "numpy", "numba"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -22,10 +39,34 @@ def load(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
+def provenance(command: str) -> dict[str, Any]:
+    """How a record is made; a commit is "-dirty" where code differs from it."""
+    commit, changed = _git("rev-parse", "--short=12", "HEAD"), _git("status", "--porcelain", "-uno", ":!docs")
+    return {
+        "command": command,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit + "-dirty" * bool(changed),
+        "machine": machine(),
+        "packages": packages(),
+    }
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(
+        ["git", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout.strip()
+
+
 def save(path: Path, record: Mapping[str, Any]) -> None:
-    """JSON with what fits on a line on one, and numbers of six digits."""
+    """JSON with what fits on a line on one, and numbers of six digits.
+
+    ``RECORDS`` then says how a record of the docs was made, unless it says so itself.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(_compact(_rounded(record), 0) + "\n", encoding="utf-8")
+    if path.is_relative_to(DOCS) and path != DOCS / RECORDS and "command" not in record:
+        made = provenance(" ".join(["python", *sys.orig_argv[1:]]))
+        save(DOCS / RECORDS, load(DOCS / RECORDS) | {str(path.relative_to(DOCS)): made})
 
 
 def _rounded(value: Any) -> Any:

@@ -738,7 +738,7 @@ def tables(record: Mapping[str, Any]) -> dict[str, str]:
     return {
         "results": table(["caches (what a query sees)", *AREAS], alike),
         "reasons": table(
-            ["cache", "area", "result", "the shortest trace, or what the refusal says"], _reasons(caches)
+            ["cache", "area", "result", "shortest trace, or message of the refusal"], _reasons(caches)
         ),
         "areas": "\n".join(f"* {area}: {trace}" for area, trace in AREAS.items()),
         "versions": ", ".join(f"{package} {number}" for package, number in record["versions"].items()) + ".",

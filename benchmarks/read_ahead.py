@@ -25,6 +25,7 @@ import numpy as np
 import ml
 from benchmarks.hosts.network import unavailable
 from benchmarks.hosts.processes import end_in_order
+from benchmarks.pages import show
 from benchmarks.two_hosts import GIGABIT, PLANS, Machines, questions
 from kvcache.testing.bench.timing import machine
 from kvcache_engine import GenerationOptions, Token, load_model
@@ -53,12 +54,14 @@ def main() -> None:
     if reason := unavailable():
         raise SystemExit(f"benchmarks.read_ahead: {reason}")
     print(f"{options.backend}, {machine()}; {options.tokens} tokens over {options.gigabits:g} Gb/s")
+    rows = []
     for room, found in measure(options).items():
-        pause, before, first = (1000 * statistics.median(times) for times in zip(*found, strict=True))
-        print(
-            f"{'read ahead' if room else 'read by the request'}: the running answer pauses for at most "
-            f"{pause:.0f} ms ({before:.0f} ms between two tokens before), first token after {first:.0f} ms"
-        )
+        medians = (1000 * statistics.median(times) for times in zip(*found, strict=True))
+        rows.append(("read ahead" if room else "read by the request", *(f"{ms:.0f}" for ms in medians)))
+    show(
+        ("milliseconds", "longest pause of the running answer", "between two tokens before", "first token"),
+        rows,
+    )
 
 
 def measure(options: argparse.Namespace) -> dict[int, list[list[float]]]:

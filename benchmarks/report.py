@@ -7,13 +7,12 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.pages import DOCS, axes_of, filled, legend, load, save, svg, table
+from benchmarks.pages import DOCS, axes_of, filled, legend, load, packages, save, svg, table
 from kvcache.testing.bench.timing import Trial, machine
 
 PARTS = (
@@ -21,7 +20,6 @@ PARTS = (
     "memory", "imports",
 )  # fmt: skip
 RECORD = "results.json"
-_PACKAGES = ("torch", "transformers", "mlx", "mlx-lm", "numpy")
 _AIMS = {
     "put + get, 1 token, window": 1.2,
     "put + get, 1 token": 1.1,
@@ -81,28 +79,20 @@ def record(rows: Sequence[Row], quick: bool, seconds: float, foreign: float | No
 
 def write(folder: Path, parts: Mapping[str, Any]) -> None:
     """Put these parts in the place of those that were recorded before, and write the page."""
-    packages = {name: found for name in _PACKAGES if (found := _version(name))}
     former = load(folder / RECORD).get("parts", {})
-    results = {"machine": machine(), "packages": packages, "parts": {**former, **parts}}
+    results = {"machine": machine(), "packages": packages(), "parts": {**former, **parts}}
     save(folder / RECORD, results)
     page = (DOCS / "benchmarks" / "index.md").read_text(encoding="utf-8")
     (folder / "index.md").write_text(filled(page, tables(load(folder / RECORD))), encoding="utf-8")
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """The tables of the page by their marks: one for each part, and those of all."""
-    packages = ", ".join(f"{name} {found}" for name, found in results["packages"].items())
+    versions = ", ".join(f"{name} {found}" for name, found in results["packages"].items())
     head = ("where", "measurement", "ours", "x floor", "others")
     parts = {name: table(head, _measurements(_rows(part))) for name, part in results["parts"].items()}
     return parts | {
-        "machine": f"{results['machine']}; {packages}.",
+        "machine": f"{results['machine']}; {versions}.",
         "front": _front(results),
         "targets": _targets(results),
     }

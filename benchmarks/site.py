@@ -1,4 +1,4 @@
-"""Tables and small pictures of the docs, which git carries: ``python -m benchmarks.site`` writes them.
+"""Figures and small pictures of the docs, which git carries: ``python -m benchmarks.site`` writes them.
 
 Plots are large, and differ from one matplotlib to the next: this file is also the hook of mkdocs that draws
 them when the site is built.
@@ -13,26 +13,31 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # mkdocs loads this file by its path
 
-from benchmarks import agents, engines, report, two_hosts_report
-from benchmarks.pages import DOCS, fill, load
+from benchmarks import agents, engines, figures, report, two_hosts_report
+from benchmarks.pages import DOCS, filled, load
 from examples import pictures
 
 PAGES: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, str]]]] = {
-    "benchmarks/index.md": ("benchmarks/" + report.RECORD, report.tables),
-    "benchmarks/prefix.md": ("benchmarks/" + agents.RECORD, agents.tables),
-    "server.md": ("benchmarks/" + engines.RECORD, engines.tables),
-    "remote-stores.md": (
+    "docs/benchmarks/index.md": ("benchmarks/" + report.RECORD, report.tables),
+    "docs/benchmarks/prefix.md": ("benchmarks/" + agents.RECORD, agents.tables),
+    "docs/server.md": ("benchmarks/" + engines.RECORD, engines.tables),
+    "docs/remote-stores.md": (
         "two-hosts/figures.json",
         lambda record: {"two-hosts": two_hosts_report.tables(record)},
     ),
 }
-"""Pages with tables, the records that these are of, and what writes them."""
+"""Pages with tables of one large record, and what writes them; ``benchmarks.figures`` has the others."""
 
 
-def tables_of(page: str) -> dict[str, str]:
-    """The tables of a page by their marks."""
-    record, written = PAGES[page]
-    return written(load(DOCS / record))
+def written(page: str) -> str:
+    """A page with its tables, and the figures in its sentences, as the records have them."""
+    tables: dict[str, str] = {}
+    if page in PAGES:
+        record, of = PAGES[page]
+        tables |= of(load(DOCS / record))
+    tables |= {mark: of() for mark, of in figures.TABLES.get(page, {}).items()}
+    text = filled((DOCS.parent / page).read_text(encoding="utf-8"), tables)
+    return figures.written(text, page)
 
 
 def plots() -> dict[str, bytes]:
@@ -54,8 +59,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def main() -> None:
-    for page in PAGES:
-        fill(DOCS / page, tables_of(page))
+    for page in {**PAGES, **figures.TABLES, **figures.sentences()}:
+        text = written(page)
+        (DOCS.parent / page).write_text(text, encoding="utf-8")
     for name, drawn in pictures.drawings().items():
         (DOCS / "pictures" / f"{name}.svg").write_bytes(drawn)
 

@@ -30,6 +30,7 @@ import httpx
 
 import ml
 from benchmarks.engines import listening
+from benchmarks.pages import show
 from kvcache.cache import Batch
 from kvcache.testing.bench.timing import machine
 from kvcache.testing.servers import ValkeyServer
@@ -220,7 +221,7 @@ def main() -> None:
         "runtime": options.runtime.value,
         "minutes": options.minutes,
         "clients": options.clients,
-        "answers": dict(seen.answers),
+        **{f"answers: {name}": count for name, count in seen.answers.items()},
         "wrong": len(seen.wrong),
         "kills": seen.kills,
         "resident MiB by quarter": [
@@ -231,7 +232,7 @@ def main() -> None:
             statistics.median(files[i : i + quarter]) for i in range(0, len(files), quarter)
         ][:4],
     }
-    print(json.dumps(report, indent=1))
+    show(("", ""), ((name, str(value)) for name, value in report.items()))
     for wrong in seen.wrong[:5]:
         print(wrong, file=sys.stderr)
     failed = [name for name in seen.answers if name.startswith("status") and name != "status 429"]

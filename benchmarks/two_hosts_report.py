@@ -105,19 +105,19 @@ def _model(record: Mapping[str, Any]) -> Sequence[str]:
     head = (
         "stored tokens",
         "over the wire",
-        "computed anew",
+        "recomputed",
         *map(_bandwidth, limits),
         "break-even bandwidth",
     )
     least = "; ".join(f"{_length(points, limit)} at {_bandwidth(limit)}" for limit in limits)
     told = (
-        f"Milliseconds to the first token with {record['new_tokens']} new tokens behind the stored ones, "
+        f"Milliseconds to the first token with {record['new_tokens']} new tokens after the stored ones, "
         f"medians of {record['rounds']} ({record['backend']}, {record['machine']}, one thread).{glance}"
     )
     return [
         f"### {record['title'][0].upper()}{record['title'][1:]}",
         told,
-        table([*head, "break-even bandwidth"], [_row(point, limits) for point in points[-LENGTHS:]]),
+        table(head, [_row(point, limits) for point in points[-LENGTHS:]]),
         f"Restoring pays from: {least}.",
     ]
 
@@ -127,9 +127,9 @@ def _decisions(record: Mapping[str, Any] | None) -> Sequence[str]:
     if record is None:
         return []
     return [
-        "A host that decides by what it has measured:",
+        "Decisions of a host, by what it has measured:",
         table(
-            ("link", "stored tokens", "it", "took", "always fetching", "computed anew"),
+            ("link", "stored tokens", "decision", "took", "always fetching", "recomputed"),
             [_decision(Decided(**row)) for row in record["rows"]],
         ),
     ]
@@ -137,7 +137,7 @@ def _decisions(record: Mapping[str, Any] | None) -> Sequence[str]:
 
 def _decision(row: Decided) -> list[str]:
     times = [f"{1000 * seconds:,.1f}" for seconds in (row.seconds, row.fetched, row.computed)]
-    did = f"fetched {row.restored:,}" if row.restored else "computed all"
+    did = f"fetched {row.restored:,}" if row.restored else "recomputed"
     return [_bandwidth(row.gigabits), f"{row.tokens:,}", did, *times]
 
 
@@ -169,7 +169,7 @@ def plot(record: Mapping[str, Any]) -> bytes:
     measured = {link["gigabits"]: link["measured"] for link in record["links"]}
     left, right = axes_of((11, 4.2), 2)
     lengths = [point.tokens for point in points]
-    left.plot(lengths, [point.computed for point in points], "k--", marker="o", label="computed anew")
+    left.plot(lengths, [point.computed for point in points], "k--", marker="o", label="recomputed")
     for limit in measured:
         left.plot(lengths, [point.restored[limit] for point in points], marker="o", label=_bandwidth(limit))
     left.set(xlabel="stored tokens", ylabel="seconds to the first token", xscale="log", yscale="log")
@@ -177,7 +177,7 @@ def plot(record: Mapping[str, Any]) -> bytes:
         gains = [point.computed / point.restored[limit] for limit in measured]
         right.plot(list(measured.values()), gains, marker="o", label=f"{point.tokens:,} tokens")
     right.axhline(1, color="black", linestyle="--", linewidth=0.8)
-    right.set(xlabel="Gb/s of a plain TCP socket", ylabel="times sooner than computed anew")
+    right.set(xlabel="Gb/s of a plain TCP socket", ylabel="times sooner than recomputed")
     right.set(xscale="log", yscale="log")
     legend(left)
     legend(right)

@@ -1,11 +1,11 @@
-"""Policies that choose which tokens a cache keeps, and what each costs in perplexity.
+"""Policies that choose which tokens a cache keeps, and their cost in perplexity.
 
     python examples/eviction.py [--backend numpy] [--model bundled] [--chunk 16]
 
-A text is read in chunks. After each, tokens are evicted down to a budget. What stays: the latest ones; these
-and the first four (attention sinks: Xiao et al., 2023); or half of the budget in latest tokens and, of all
-others, those that had the most attention: since they were put (heavy hitters, H2O: Zhang et al., 2023), or
-from the last chunk (as in TOVA: Oren et al., 2024). No token moves, no key is re-encoded.
+A text is read in chunks. After each chunk, tokens are evicted down to a budget. A policy keeps the latest
+tokens; the latest and the first four (attention sinks: Xiao et al., 2023); or the latest, up to half of the
+budget, and of the others those that got the most attention, since they were put (heavy hitters, H2O: Zhang et
+al., 2023) or from the last chunk (as in TOVA: Oren et al., 2024). No token moves, and no key is re-encoded.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""One conversation that goes from runtime to runtime through one store: ``python -m examples.many_runtimes``.
+"""One conversation that several runtimes continue through one store: ``python -m examples.many_runtimes``.
 
-Each turn is a new process of another runtime, which begins with what those before it have stored; beside it
-another one computes the whole prompt. Both have to say the same tokens. ``--vllm PYTHON`` names an
-interpreter that has vLLM (``.venv-vllm/bin/python``, see ``make test-vllm``), and adds a turn in it.
+Each turn is a new process of another runtime, which starts from what the earlier ones have stored. A second
+process computes the whole prompt, and both must generate the same tokens. ``--vllm PYTHON`` adds a turn in
+vLLM, with that interpreter (``.venv-vllm/bin/python``, see ``make test-vllm``).
 
-``--runtimes transformers mlx-lm --store valkey://HOST`` is prefill here and decode there: PyTorch fills the
+``--runtimes transformers mlx-lm --store valkey://HOST`` separates prefill from decoding: PyTorch fills the
 pages, which go to a Valkey (or Redis) server, and mlx-lm decodes from them.
 """
 
@@ -178,14 +178,14 @@ def main() -> None:
             options.store or f"file://{place}/store?durable=no",
         )
         tokens = [(31 * i * i + 17 * i) % VOCABULARY for i in range(options.tokens)]
-        print(f"{'':14} {'computed, s':>12} {'restored, s':>12} {'tokens restored':>16}")
+        print("| turn in | computed, s | restored, s | tokens restored |\n|---|---|---|---|")
         for runtime in order:
             python = options.vllm if runtime == "vllm" else sys.executable
             expected, _, alone = _elsewhere(python, runtime, folder, "", tokens, 16)
             answer, restored, first = _elsewhere(python, runtime, folder, store, tokens, 16)
             if answer != expected:
                 raise SystemExit(f"{runtime}: {answer} with the store, {expected} without")
-            print(f"{runtime:14} {alone:12.2f} {first:12.2f} {restored:7} of {len(tokens):5}")
+            print(f"| {runtime} | {alone:.2f} | {first:.2f} | {restored:,} of {len(tokens):,} |", flush=True)
             tokens += answer
 
 

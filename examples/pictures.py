@@ -1,4 +1,4 @@
-"""Draws the pictures of the docs from caches at work: ``python -m examples.pictures FOLDER``."""
+"""Draws the pictures of the docs from real caches: ``python -m examples.pictures FOLDER``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tokens = Sequence[tuple[int, int]]
 
 
 class Desk:
-    """A backend, and caches whose keys and values are zeros: who holds what is all that is drawn."""
+    """A backend, and caches whose keys and values are zeros, since only ownership of cells is drawn."""
 
     def __init__(self, backend: ml.Backend) -> None:
         self.backend = backend

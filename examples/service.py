@@ -1,13 +1,13 @@
-"""A service for many users over transformers or mlx-lm, by FastAPI, whose prefixes outlive the process.
+"""A FastAPI service for many users on a model of transformers or mlx-lm; its prefixes outlive the process.
 
     pip install -e '.[transformers,engine]' fastapi uvicorn     # in a clone; or mlx-lm for transformers
     python examples/service.py FOLDER --store kept --budget 2GiB        # and --runtime mlx-lm, --system TEXT
     curl -N localhost:8000/chat -H 'content-type: application/json' -d '{"prompt": "Hello", "max_tokens": 32}'
 
-All users are in the same passes of the model; common prefixes are computed once. Answers stream as
-server-sent events, and a client that disconnects stops its generation. When an answer ends, a thread writes
-what was computed of it into the folder, from which a new process continues: ``kill -9`` loses the running
-answers and what still waits to be written.
+The requests of all users are batched, and common prefixes are computed once. Answers stream as server-sent
+events, and generation stops when the client disconnects. When an answer ends, a thread writes what was
+computed for it into the folder, and a new process continues from there: ``kill -9`` loses the running answers
+and what has not been written yet.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvcache.stores import FileStore
 from kvcache_engine import Engine, EngineOptions, Finished, GenerationOptions, Token, Tokenizer
 
 WAITING = 64
-"""Requests that may wait for a place; more are told to come later."""
+"""Requests that may wait for a sequence; further ones get 429."""
 
 
 class Message(BaseModel, extra="forbid"):
@@ -47,7 +47,7 @@ class Asked(BaseModel, extra="forbid"):
     messages: list[Message] | None = Field(None, min_length=1)
     max_tokens: int = Field(128, ge=1)
     temperature: float = Field(0.0, ge=0)
-    user: str = ""  # whose request it is: others reuse nothing of what it computed, and cannot tell
+    user: str = ""  # the salt: other users reuse nothing that was computed for it, and cannot detect it
 
     @model_validator(mode="after")
     def one_of_two(self) -> Self:
@@ -57,7 +57,7 @@ class Asked(BaseModel, extra="forbid"):
 
 
 def load(folder: str, runtime: str) -> Any:
-    """The model as the engine drives it, computed by its own runtime."""
+    """The model, run through its own runtime, as the engine expects it."""
     if runtime == "mlx-lm":
         import mlx_lm
 
@@ -90,7 +90,7 @@ async def events(stream: AsyncIterator[Token | Finished]) -> AsyncIterator[str]:
 def make_app(
     folder: str, store: str, budget: str, runtime: str, system: str = "", users: int = 8, capacity: int = 4096
 ) -> FastAPI:
-    """Of ``users`` requests run at a time, of ``capacity`` tokens each; ``store`` keeps ``budget`` bytes.
+    """Up to ``users`` requests of ``capacity`` tokens run at a time; ``store`` keeps ``budget`` bytes.
 
     Every prompt begins with ``system``, whose tokens are computed once for all users.
     """
@@ -102,7 +102,7 @@ def make_app(
         options = EngineOptions(max_sequences=users, capacity=capacity)
         kept = FileStore(store, budget)
         with Engine(model, Tokenizer.load(folder), options, [HostTier("1GiB"), kept]) as app.state.engine:
-            yield  # at the end, what the folder lacks is written
+            yield  # closing writes what the folder lacks
 
     app = FastAPI(lifespan=lifespan)
 
@@ -110,7 +110,7 @@ def make_app(
     def chat(asked: Asked) -> StreamingResponse:  # in a thread: templates and tokenizers take their time
         engine: Engine = app.state.engine
         if len(engine.waiting) >= WAITING:
-            raise HTTPException(429, "too many requests wait; try again later", {"retry-after": "1"})
+            raise HTTPException(429, f"{WAITING} requests are waiting; try again later", {"retry-after": "1"})
         try:
             tokens = prompt_of(engine, asked)
             other = Asked(prompt="\n")

@@ -1,8 +1,8 @@
 """TURBO4: 4 bits a number after a random rotation, as in TurboQuant (Zandieh et al., 2025; its MSE variant).
 
-Turned by a rotation that is the same for all, the numbers of a vector are spread as if drawn from a normal
-distribution, whatever they were: outliers are gone, and one grid is best for all. What is stored of a head is
-its root mean square and, for each number, the nearest of the 16 points of that grid (Lloyd, 1982; Max, 1960).
+A fixed random rotation makes the numbers of any vector look as if drawn from a normal distribution: outliers
+disappear, and one grid suits all vectors. A head is stored as its root mean square and, for each number, the
+nearest of the 16 points of that grid (Lloyd, 1982; Max, 1960).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ The protocol mirrors Ollama's ``kvcache.Cache`` (kvcache/cache.go). One pass of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any, Protocol, TypeAlias, TypedDict, runtime_checkable
@@ -121,7 +121,7 @@ class InvalidRangeError(KVCacheError, ValueError):
 
 class OrderError(KVCacheError, RuntimeError):
     """A call out of order: ``put`` before ``start_forward``, ``attend`` before ``put``, a second ``put`` of a
-    layer behind a read of it, another thread's call in a pass.
+    layer that has already been read, or a call in a pass that another thread began.
     """
 
 
@@ -256,7 +256,7 @@ class Cache(Protocol):
         """Use ``config`` instead of the backend's own; before the first ``start_forward``."""
 
     def close(self) -> None:
-        """Drop the tensors; any later use but ``init`` raises ClosedError."""
+        """Release the tensors; afterwards, every call except ``init`` raises ClosedError."""
 
     def start_forward(
         self, ctx: ml.Context, batch: Batch, reserve: bool = False, *, read_only: bool = False
@@ -299,9 +299,10 @@ class Cache(Protocol):
 
 
 def computed(cache: SnapshotCache, seq: int) -> int:
-    """How many tokens of a sequence every layer has, or is taken to have by a cache that does not know.
+    """How many tokens of a sequence all layers have.
 
-    One that does has ``computed(seq)``: it knows of passes that put only some layers, as those that failed.
+    A cache with ``computed(seq)`` knows of passes that put only some of the layers, for example because they
+    failed; any other is assumed to have all tokens before ``offset(seq)`` in every layer.
     """
     known = getattr(cache, "computed", None)
     return int(cache.offset(seq) if known is None else known(seq))
@@ -314,9 +315,10 @@ def computed(cache: SnapshotCache, seq: int) -> int:
 class SupportsRollback(Protocol):
     """A cache whose changes can be checked before they are made, and whose passes can be undone.
 
-    ``prepare_...`` raises what the call itself would raise, and changes nothing; the callable returned makes
-    the change. Where several caches change together, all are asked before the first is touched. One that
-    lacks this is asked last, and what it refuses then has touched nothing.
+    ``prepare_...`` raises what the call itself would raise, and changes nothing; the callable that it returns
+    makes the change. If several caches change together, all prepare before the first changes. A cache without
+    this protocol is called after the others have prepared and before they change, so that nothing has changed
+    if it refuses.
     """
 
     def prepare_remove(self, seq: int, begin: int, end: int | None = None) -> Callable[[], None]: ...
@@ -370,17 +372,17 @@ class SupportsSnapshots(Protocol):
 
 
 class SnapshotCache(Cache, SupportsSnapshots, Protocol):
-    """The operations that a PrefixCache needs: of all caches but those of encoders' outputs alone.
+    """The operations that a PrefixCache needs. All caches have them, except those of only encoder outputs.
 
-    Its snapshots may be of any class where a PrefixCache has no tiers. Tiers, files and stores take those of
-    the caches of this package (``kvcache.snapshots``): others are refused as they leave the device, which is
-    logged, and are computed again.
+    For a PrefixCache without tiers, snapshots may be of any class. Tiers, files and stores accept only those
+    of this package's caches (``kvcache.snapshots``): others are refused when they leave the device, which is
+    logged, and their tokens are computed again.
     """
 
     on_pressure: Callable[[int], bool | None] | None
-    """Called with the number of cells that are missing, before snapshots are copied out of the cache.
+    """Called with the number of missing cells before snapshots are copied out of the cache.
 
-    It may drop or detach some, and says whether it did; it is asked again while cells are missing.
+    It may drop or detach snapshots, and returns whether it did; it is called again while cells are missing.
     """
 
     @property
@@ -416,13 +418,16 @@ class SnapshotCache(Cache, SupportsSnapshots, Protocol):
     def skipped_snapshots(self, seq: int) -> list[int]:
         """The scheduled positions, ascending, that were reached since the last call and not taken."""
 
-    def cancel_snapshots(self, seq: int) -> None:
-        """Discard the scheduled snapshots of a sequence, and those taken but not yet returned."""
+    def cancel_snapshots(self, seq: int, positions: Collection[int] | None = None) -> None:
+        """Take no scheduled snapshots of a sequence at ``positions``.
+
+        None: none at all, and those taken but not yet returned are discarded too.
+        """
 
     def rolled_back(self, seq: int) -> int | None:
         """The lowest position removed since the last call; None if there was none.
 
-        -1 where ``copy_prefix`` replaced all of it (kvcache.snapshots.schedule.REPLACED).
+        -1 if ``copy_prefix`` replaced the whole sequence (kvcache.snapshots.schedule.REPLACED).
         """
 
 
@@ -440,6 +445,6 @@ class SupportsReservation(Protocol):
     def land(self, seq: int, incoming: Any) -> Any:
         """Reserve cells after those of the sequence, for a snapshot whose content arrives later.
 
-        A ``CellReservation`` for an ``IncomingSnapshot`` (kvcache.snapshots.reservation); None, and nothing
-        touched, where the cells free do not lie in a run or the host cannot write there.
+        Returns a ``CellReservation`` for an ``IncomingSnapshot`` (kvcache.snapshots.reservation). Returns
+        None, and changes nothing, if the free cells are not contiguous or the host cannot write to them.
         """

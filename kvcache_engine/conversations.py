@@ -112,7 +112,7 @@ class Conversations:
             raise TextTooLongError(count, limit)
         if said + count > limit:
             raise ConversationFullError(
-                f"{conversation.name} has {said} tokens and the text {count}: more than the {limit} that fit"
+                f"{conversation.name} has {said} tokens and the text {count}; together they may have {limit}"
             )
         settings = settings_for(self.engine.tokenizer, settings)
         prompt = self.engine.encode([*conversation.tokens, *more])
@@ -123,8 +123,8 @@ class Conversations:
     ) -> Turn:
         if len(conversation.tokens) != said:
             raise RequestError(
-                f"say: {conversation.name} had {said} tokens when this turn was asked for, and has "
-                f"{len(conversation.tokens)}; draw from one turn to its end before you ask for the next"
+                f"say: {conversation.name} had {said} tokens when this turn began, and now has "
+                f"{len(conversation.tokens)}; finish one turn before you begin the next"
             )
         request = self.engine.submit(prompt, settings)
         whole = False

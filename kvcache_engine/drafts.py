@@ -182,7 +182,6 @@ class ModelDraft(Closing, GuessedDraft):
     guesses. Branches are forked at the end of the text and dropped again, so that guesses leave nothing
     behind in any kind of cache, and accepted tokens are computed with the next call. ``capacity``: the tokens
     that a sequence holds (None: the model's ``max_positions``, at most 4096); it does not guess beyond it.
-    ``cache``: a fresh cache (None: ``model.make_cache()``).
 
     A call raises RequestError for a sequence outside ``sequences``.
     """
@@ -193,7 +192,6 @@ class ModelDraft(Closing, GuessedDraft):
         sequences: int = 4,
         width: int = 1,
         capacity: int | None = None,
-        cache: Cache | None = None,
         cache_dtype: CacheDType = ml.DType.F32,
         max_batch: int = 512,
     ) -> None:
@@ -202,7 +200,7 @@ class ModelDraft(Closing, GuessedDraft):
         super().__init__(model.config.vocab_size)
         self.model = model
         self.capacity = min(capacity or 4096, model.config.max_positions)
-        self.cache = cache_for(model) if cache is None else cache
+        self.cache: Cache = cache_for(model)
         self._max_batch = max_batch
         self._spares = list(range(sequences, sequences + width))
         self._stored: list[list[int]] = [[] for _ in range(sequences)]

@@ -209,6 +209,8 @@ class Engine(Closing):
         self._prefilled_last = False
         self._turn = 0
         """The number of passes with a single request."""
+        self._computed_by: list[Any] = []
+        """The variant of the model after the last pass, once a request that has ended asked for it."""
         self.closed = False
         self.reset()
 
@@ -541,6 +543,7 @@ class Engine(Closing):
         pass fails, its tokens are removed from the cache. If that removes more than them (a state without an
         earlier copy), the rest is computed again.
         """
+        self._computed_by.clear()
         try:
             with self.ranks.telling() as telling, self.model.backend.new_context() as ctx:
                 here, batch = ctx.input(), batch_of(parts)
@@ -804,7 +807,9 @@ class Engine(Closing):
         self._running.remove(request)
         self._full = False
         if keep and (variant := getattr(self.model, "variant", None)) is not None:
-            keep = request.whose.get("variant") == variant()  # otherwise the tokens may mix both variants
+            if not self._computed_by:  # looked at once for all that end with a pass
+                self._computed_by.append(variant())
+            keep = request.whose.get("variant") in self._computed_by  # otherwise it may mix both variants
         try:
             session.close(keep)
         except BaseException as error:

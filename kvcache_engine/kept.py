@@ -158,7 +158,7 @@ class KeptConversations:
         conversation.name = name
         self.failed.pop(before, None)
         log.warning(
-            "%s was written by another process meanwhile, or cannot be read; this conversation is %s now",
+            "%s has since been written by another process, or cannot be read; this conversation is now %s",
             before,
             name,
         )

@@ -68,13 +68,13 @@ def check_memory(
     devices = ", ".join(device.name for device in backend.devices)
     if weight_bytes > free:
         raise CapacityError(
-            f"the weights need {bytes_text(weight_bytes)} and {bytes_text(free)} are free on {devices}; "
+            f"the weights need {bytes_text(weight_bytes)}, but only {bytes_text(free)} is free on {devices}; "
             "use a smaller model or a narrower dtype"
         )
     one = max(1, cache_bytes(config, cache_dtype, max_sequences, 1))
     beside = f" beside {bytes_text(weight_bytes)} of weights" if weight_bytes else ""
     raise CapacityError(
         f"a cache of {max_sequences} x {capacity} tokens in {CacheFormat.of(cache_dtype)} needs "
-        f"{bytes_text(needed)}{beside}, and {bytes_text(free)} are free on {devices}; "
+        f"{bytes_text(needed)}{beside}, but only {bytes_text(free)} is free on {devices}; "
         f"a capacity of at most {(free - weight_bytes) // one} fits"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -66,6 +67,14 @@ class MlxBackend(BaseBackend):
 
     def _new_context(self, max_graph_nodes: int) -> MlxContext:
         return MlxContext(self, max_graph_nodes)
+
+    def shared_stream(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which this thread's own calls of MLX run on the backend's stream, so that they and the
+        tensors of one pass form one graph: ``from_native`` and ``native`` schedule nothing. At the end the
+        tensors are submitted, and nothing that no tensor holds or needs.
+        """
+        self.check("shared_stream")
+        return self.work.shared()
 
     # Capabilities.
 
@@ -245,7 +254,8 @@ class MlxContext(BaseContext):
         if array.size > SIZE_LIMIT:
             raise DeviceError(f"from_native: {array.size} elements; views support at most {SIZE_LIMIT}")
         with self.backend.work.lock, device_errors("from_native"):
-            schedule(array)  # in this thread, to which pending work of another stream may be bound
+            if not self.backend.work.shared_here:
+                schedule(array)  # in this thread, to which pending work of another stream may be bound
             storage = MlxStorage(self.backend, self.backend.work, array.__copy__(), owned=False)
         return MlxTensor(storage, dtype, 0, storage.shape, contiguous_strides(storage.shape))
 

@@ -45,10 +45,13 @@ class MlxTensor(StridedTensor):
 
     @property
     def native(self) -> Any:
-        """A snapshot as an ``mx.array``, already scheduled, so that any thread may use it."""
+        """A snapshot as an ``mx.array``, already scheduled, so that any thread may use it (except within
+        ``MlxBackend.shared_stream``).
+        """
         self.backend.check("native")
         array = self.read().__copy__()
-        self.storage.work.flush(array)
+        if not self.storage.work.shared_here:
+            self.storage.work.flush(array)
         return array
 
     def to_numpy(self) -> np.ndarray:

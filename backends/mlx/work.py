@@ -6,6 +6,7 @@ import contextlib
 import functools
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -69,6 +70,29 @@ class MlxWork:
         self.ranks: Ranks | None = None
         self._pending: list[weakref.ref[Storage]] = []
         self._pending_bytes = 0
+        self._shared_by: set[int] = set()
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        """A context in which MLX's own functions, called by this thread, run on the stream as well. Arrays
+        pass in and out unscheduled; what tensors hold of them is submitted at its end.
+        """
+        thread = threading.get_ident()
+        if thread in self._shared_by:
+            yield
+            return
+        self._shared_by.add(thread)
+        try:
+            with mx.stream(self.stream):
+                yield
+        finally:
+            self._shared_by.discard(thread)
+        self.flush()
+
+    @property
+    def shared_here(self) -> bool:
+        """Whether this thread is in ``shared``."""
+        return threading.get_ident() in self._shared_by
 
     @property
     def pending(self) -> int:

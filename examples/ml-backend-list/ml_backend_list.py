@@ -1,7 +1,7 @@
-"""A backend on Python lists: what a plugin has to do to store tensors, and nothing else.
+"""A backend on Python lists: what a plugin must implement to store tensors, and nothing else.
 
 A storage is one flat list of Python numbers. A tensor is an offset, a shape and strides over it,
-which ``StridedTensor`` keeps; what is left is to read, to write, and to say what is not offered.
+which ``StridedTensor`` keeps. The rest is reading, writing, and declaring what is absent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is written beside the weights: the model card with its figures, and the held-out text."""
+"""The model card with its figures, and the held-out text, which are written beside the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line, the training loop, and the Hugging Face folder that it leaves behind."""
+"""The command line, the training loop, and the Hugging Face folder that it writes."""
 
 from __future__ import annotations
 

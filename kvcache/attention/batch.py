@@ -26,7 +26,7 @@ class SequenceTokens:
 
     seq: int
     positions: np.ndarray
-    rows: slice | np.ndarray
+    batch_indices: slice | np.ndarray
     """The indices of these tokens in the batch: a slice if they are adjacent and in order."""
     lowest: int
     """The first of the positions."""
@@ -34,14 +34,15 @@ class SequenceTokens:
     @property
     def first_token(self) -> int:
         """The batch index of the token with the lowest position."""
-        return self.rows.start if isinstance(self.rows, slice) else int(self.rows[0])
+        own = self.batch_indices
+        return own.start if isinstance(own, slice) else int(own[0])
 
     def __len__(self) -> int:
         return self.positions.size
 
     def indices(self) -> np.ndarray:
-        rows = self.rows
-        return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        own = self.batch_indices
+        return np.arange(own.start, own.stop) if isinstance(own, slice) else own
 
     def spread(self, chosen: int | np.ndarray) -> np.ndarray:
         """Cells in ascending positions (the first of a run, or one for each token) as an array in batch
@@ -54,7 +55,8 @@ class SequenceTokens:
 
     def follow(self, offset: int) -> bool:
         """Whether the tokens are in order in the batch, with consecutive positions from ``offset``."""
-        in_order = isinstance(self.rows, slice) or bool((np.diff(self.rows) > 0).all())
+        own = self.batch_indices
+        in_order = isinstance(own, slice) or bool((np.diff(own) > 0).all())
         return in_order and self.is_run() and self.lowest == offset
 
 
@@ -188,11 +190,11 @@ def _beyond(name: str, value: object) -> InvalidBatchError:
 
 
 def _one_sequence(seq: int, positions: np.ndarray) -> SequenceTokens:
-    rows: slice | np.ndarray = slice(0, positions.size)
+    order: slice | np.ndarray = slice(0, positions.size)
     if positions.size > 1 and not (positions[1:] > positions[:-1]).all():
-        rows = np.argsort(positions, kind="stable")
-        positions = positions[rows]
-    group = SequenceTokens(seq, positions, rows, int(positions[0]))
+        order = np.argsort(positions, kind="stable")
+        positions = positions[order]
+    group = SequenceTokens(seq, positions, order, int(positions[0]))
     _check_positions(group)
     return group
 

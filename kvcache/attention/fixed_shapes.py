@@ -5,7 +5,7 @@ each shape. With ``CacheConfig(fixed_context=C)``, a pass of n tokens therefore 
 buffers,
 
 =======  ===========================  =================================================================
-slots    I32 (n,)                     the cell that each token is written to
+targets  I32 (n,)                     the cell that each token is written to
 cells    I32 (rows, context)          those of a sequence, in order; its first one from there on
 mask     (n rounded up, context)      which of them each token sees, 0 and -inf
 =======  ===========================  =================================================================
@@ -17,7 +17,7 @@ cost of a pass grows with the length of its sequences. (Compare the block tables
 Memory Management for Large Language Model Serving with PagedAttention", 2023; blocks have one token here.)
 ``start_forward`` writes all three in place.
 
-``get`` has no fixed shapes, and a read-only pass has no slots: do not replay a graph that writes in it.
+``get`` has no fixed shapes, and a read-only pass has no targets: do not replay a graph that writes in it.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from kvcache.storage.layer_buffers import LayerBuffers
 class GraphRows(NamedTuple):
     """What the graph of one layer, batch size and context reads and writes: the same storage in every pass.
 
-    A graph writes ``key[slots] = new`` and ``value[slots] = new``; each n // rows adjacent tokens attend over
-    one row of ``cells``, with ``mask``. Value is (kv_heads, head_dim, cells) if the configuration has
+    A graph writes ``key[targets] = new`` and ``value[targets] = new``; each n // rows adjacent tokens attend
+    over one row of ``cells``, with ``mask``. Value is (kv_heads, head_dim, cells) if the configuration has
     ``permuted_v``.
     """
 
     key: ml.Tensor
     value: ml.Tensor
-    slots: ml.Tensor
+    targets: ml.Tensor
     cells: ml.Tensor
     mask: ml.Tensor
 
 
 class FixedPass:
-    """Slots, mask and cells of one batch size, on each device that has a layer."""
+    """Targets, mask and cells of one batch size, on each device that has a layer."""
 
     __slots__ = ("_calls", "_current", "_kinds", "_loaded", "_near", "brought", "owner", "tables")
 
@@ -91,8 +91,8 @@ class FixedPass:
         return fixed
 
     def load(self, owner: object, *arrays: HostArray | None) -> None:
-        """Take slots, mask and cells of a pass, for ``bring``; slots None, in a read-only pass: leave them
-        unchanged.
+        """Take targets, mask and cells of a pass, for ``bring``; targets None, in a read-only pass: leave
+        them unchanged.
         """
         self.owner, self._loaded = owner, list(arrays)
         self._current, self.brought = set(), False
@@ -104,7 +104,7 @@ class FixedPass:
         self.brought = True
 
     def on(self, ctx: ml.Context) -> list[ml.Tensor]:
-        """Slots, mask and cells on the device of ``ctx``."""
+        """Targets, mask and cells on the device of ``ctx``."""
         device = device_of(ctx)
         tensors = self._near.get(device)
         if tensors is not None and device in self._current:
@@ -158,7 +158,7 @@ def tables_of(
         context *= 2
     each = tokens // len(groups)
     even = all(
-        isinstance(group.rows, slice) and len(group) == each and group.first_token % each == 0
+        isinstance(group.batch_indices, slice) and len(group) == each and group.first_token % each == 0
         for group in groups
     )
     return len(groups) if even else tokens, context
@@ -173,5 +173,5 @@ def read_own(
     for group, row in zip(groups, rows, strict=True):
         line = np.full(shape[1], row.cells[0])
         line[: len(row)] = row.cells
-        cells[group.rows if shape[0] == tokens else group.first_token * shape[0] // tokens] = line
+        cells[group.batch_indices if shape[0] == tokens else group.first_token * shape[0] // tokens] = line
     return History(groups, rows, shape[1], [0] * len(rows)), cells

@@ -35,7 +35,7 @@ class ForwardPass:
 
     __slots__ = (
         "_loaded", "_targets", "_whole", "cells", "groups", "layers", "reading", "reserve", "run",
-        "slots", "slots_for", "stamp", "storable", "table", "thread", "tokens",
+        "scattered", "scattered_for", "stamp", "storable", "table", "thread", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -62,9 +62,9 @@ class ForwardPass:
         self.storable = self.stamp if self.run >= 0 or scattered is not None else -1
         """``stamp`` if all layers store in the same cells; else -1, which is below the stamps of all layers.
         """
-        self.slots: ml.Tensor
-        """All cells of the batch if they are scattered, for a ``put`` in the context ``slots_for``."""
-        self.slots_for: ml.Context | None = None
+        self.scattered: ml.Tensor
+        """All cells of the batch if they are scattered, for a ``put`` in the context ``scattered_for``."""
+        self.scattered_for: ml.Context | None = None
         self._targets = None if scattered is None else reading.uploads.add(scattered)
         self._loaded = False
         """Whether the tensors of fixed shapes have been loaded with this pass."""
@@ -203,10 +203,10 @@ class ForwardPass:
         """Prepare the tensors that ``fill`` uploads."""
         reading = self.reading
         assert reading.fixed is not None
-        first, slots = self.cells, None
+        first, targets = self.cells, None
         if first is not None:
-            slots = np.arange(first, first + self.tokens) if isinstance(first, int) else first
-        reading.fixed.load(self, None if slots is None else reading.uploads.add(slots), *reading.tables())
+            targets = np.arange(first, first + self.tokens) if isinstance(first, int) else first
+        reading.fixed.load(self, None if targets is None else reading.uploads.add(targets), *reading.tables())
         self._loaded = True
 
     def fill(self, ctx: ml.Context) -> None:
@@ -238,8 +238,8 @@ class ForwardPass:
         self.fill(ctx)
         self.note_put(buffers)
         key, value = buffers.read_as_configured(ctx, 0, self.table.cells)
-        slots, mask, cells = fixed.on(ctx.layer(layer))
-        return GraphRows(key, value, slots, cells, mask)
+        targets, mask, cells = fixed.on(ctx.layer(layer))
+        return GraphRows(key, value, targets, cells, mask)
 
     # Writing and reading.
 
@@ -272,8 +272,8 @@ class ForwardPass:
         if self.run >= 0:
             return self.run
         assert self._targets is not None
-        self.slots, self.slots_for = self._targets.on(ctx), ctx
-        return self.slots
+        self.scattered, self.scattered_for = self._targets.on(ctx), ctx
+        return self.scattered
 
     def reserved_mask(self, ctx: ml.Context) -> ml.Tensor:
         """A mask over all cells that hides none of them."""
@@ -301,14 +301,14 @@ def place(table: CellTable, groups: Sequence[SequenceTokens], tokens: int) -> in
     In batch order. The table must have enough free cells, and no sequence of ``groups`` may hold the
     positions.
     """
-    if len(groups) == 1 and isinstance(groups[0].rows, slice):
+    if len(groups) == 1 and isinstance(groups[0].batch_indices, slice):
         return _place_group(table, groups[0])
     cells = np.empty(tokens, dtype=np.int64)
     if len(groups) == tokens >= TOGETHER:
         groups = _place_behind(table, groups, cells)
     for group in groups:
         chosen = _place_group(table, group)
-        cells[group.rows] = chosen if len(group) == 1 else group.spread(chosen)
+        cells[group.batch_indices] = chosen if len(group) == 1 else group.spread(chosen)
     first = int(cells[0])
     return first if bool((cells == np.arange(first, first + tokens)).all()) else cells
 

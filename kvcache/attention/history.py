@@ -75,7 +75,7 @@ class History:
         size = len(row)
         if int(stop.min()) == size:
             return None
-        in_order = isinstance(group.rows, slice) and (self.index is not None or row.contiguous)
+        in_order = isinstance(group.batch_indices, slice) and (self.index is not None or row.contiguous)
         if in_order and np.array_equal(stop, np.arange(size - len(group) + 1, size + 1)):
             return ml.CAUSAL
         return False
@@ -88,8 +88,8 @@ class History:
         """
         mask = np.full((-(-tokens // row_padding) * row_padding, self.length), HIDDEN, dtype=np.float32)
         for group, row, columns in zip(self.groups, self.rows, self.columns, strict=True):
-            if isinstance(columns, int) and isinstance(group.rows, slice):
-                own = mask[group.rows, columns : columns + len(row)]
+            if isinstance(columns, int) and isinstance(group.batch_indices, slice):
+                own = mask[group.batch_indices, columns : columns + len(row)]
                 if sees_all(group, row, lower):
                     own[...] = 0
                 else:
@@ -99,7 +99,7 @@ class History:
             block = np.full((len(group), len(row)), HIDDEN, dtype=np.float32)
             unmask(block, first, stop, kept_entries(row, lower))
             where = np.arange(columns, columns + len(row)) if isinstance(columns, int) else columns
-            mask[np.arange(tokens)[group.rows][:, None], where] = block
+            mask[np.arange(tokens)[group.batch_indices][:, None], where] = block
         return mask
 
 
@@ -164,7 +164,7 @@ def visible(
     else:
         stop = stored.searchsorted(group.positions, side="right")
         if lifted:
-            indices = np.arange(group.rows.stop)[group.rows] if isinstance(group.rows, slice) else group.rows
+            indices = group.indices()
             stop[np.isin(indices, list(lifted))] = stored.size
     if lower is None:
         return np.zeros_like(stop), stop
@@ -192,9 +192,9 @@ def rows_seen(
         if kept_entries(row, lower) and low.any():
             low, are_ranges = np.zeros_like(low), False
         if isinstance(columns, int):
-            first[group.rows], stop[group.rows] = columns + low, columns + high
+            first[group.batch_indices], stop[group.batch_indices] = columns + low, columns + high
         else:
-            first[group.rows], are_ranges = columns[np.minimum(low, len(row) - 1)], False
+            first[group.batch_indices], are_ranges = columns[np.minimum(low, len(row) - 1)], False
     return first, stop if are_ranges else None
 
 

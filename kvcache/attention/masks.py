@@ -150,10 +150,10 @@ def build_mask(
         return None
     parts = []
     for group, row, column in zip(reading.groups, reading.rows, reading.columns, strict=True):
-        if not isinstance(group.rows, slice) or not isinstance(column, int):
+        if not isinstance(group.batch_indices, slice) or not isinstance(column, int):
             return None
         first, stop = visible(group, row, lower, lifted)
-        begin, kept = group.rows.start, kept_entries(row, lower)
+        begin, kept = group.batch_indices.start, kept_entries(row, lower)
         late = int(np.count_nonzero(first == 0)) if kept else 0
         if late:  # these see contiguous columns
             parts.append(_Part(begin, first[:late] + column, stop[:late] + column))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from threading import get_ident
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -225,10 +225,16 @@ class ManagedSnapshots(Generic[S]):
         """The scheduled positions, ascending, that were reached since the last call but have no snapshot."""
         return self._reached(seq).skipped(seq)
 
-    def cancel_snapshots(self, seq: int) -> None:
-        """Discard the scheduled snapshots of a sequence, and those taken but not yet returned."""
+    def cancel_snapshots(self, seq: int, positions: Collection[int] | None = None) -> None:
+        """Take no scheduled snapshots of a sequence at ``positions``.
+
+        None: none at all, and those taken but not yet returned are discarded too.
+        """
         self.offset(seq)
-        self.snapshots.schedule.drop(seq)
+        if positions is None:
+            self.snapshots.schedule.drop(seq)
+        else:
+            self.snapshots.schedule.cancel(seq, positions)
 
     def rolled_back(self, seq: int) -> int | None:
         """The lowest position removed since the last call; None if there was none.

@@ -323,9 +323,9 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
             and (
                 store.write(ctx, forward.run, forward.tokens, key, value)
                 if forward.run >= 0
-                else forward.slots_for is ctx
+                else forward.scattered_for is ctx
                 and (rows := buffers.row_store) is not None
-                and rows.write_rows(ctx, forward.slots, key, value)
+                and rows.write_rows(ctx, forward.scattered, key, value)
             )
         ):
             if buffers.absent is None:
@@ -666,6 +666,11 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
     def nbytes(self) -> int:
         """Bytes of all allocated buffers."""
         return sum(buffers.nbytes for buffers in self._buffers.values())
+
+    @property
+    def capacity_nbytes(self) -> int:
+        """The bytes that ``max_sequences * capacity`` tokens take without a window."""
+        return self.nbytes * self._max_sequences * self._capacity // self.cells
 
     def _told(self) -> list[str]:
         table = self._table

@@ -81,7 +81,7 @@ class _Pass:
     def rows(self, members: tuple[int, ...]) -> slice | HostArray:
         """The rows of these groups in the batch: a slice if they are adjacent, else a list."""
         if members not in self._rows:
-            rows = self.groups[members[0]].rows
+            rows = self.groups[members[0]].batch_indices
             if len(members) > 1 or not isinstance(rows, slice):
                 listed = np.concatenate([self.groups[i].indices() for i in members])
                 self._rows[members] = self.host.add(listed)
@@ -363,7 +363,7 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
             host = np.full((-(-current.tokens // padding) * padding, sum(sizes)), -np.inf, dtype=np.float32)
             start = 0
             for group, size in zip(current.groups, sizes, strict=True):
-                host[np.arange(current.tokens)[group.rows], start : start + size] = 0
+                host[np.arange(current.tokens)[group.batch_indices], start : start + size] = 0
                 start += size
             current.mask = current.host.add(host, self.config.mask_dtype)
         return near(ctx, current.mask)

@@ -94,7 +94,7 @@ class SequenceEditor:
         if wanted and wanted[-1] >= row.last:
             raise InvalidRangeError(
                 f"evict: position {wanted[-1]} of sequence {seq}, whose last token is at {row.last}; only "
-                f"what lies before that can be evicted: call remove({seq}, begin) to take the end off"
+                f"tokens before that can be evicted: call remove({seq}, begin) to remove tokens at the end"
             )
         gone = np.isin(row.positions, wanted)
 

@@ -100,9 +100,9 @@ class SlidingWindowCache(CausalCache):
             if row.cut_off and group.lowest and not self._warned:
                 self._warned = True
                 log.warning(
-                    "start_forward: sequence %d goes on at position %d, and tokens that its window sees "
-                    "are no longer stored since it was cut at %d (can_resume gave False): results are not "
-                    "those of the whole text. Call remove(%d, 0) and compute it again, or set memory=",
+                    "start_forward: sequence %d continues at position %d, but tokens that its window sees "
+                    "are no longer stored since it was cut at %d (can_resume returned False): results differ "
+                    "from those of the whole text. Call remove(%d, 0) and compute it again, or set memory=",
                     group.seq, group.lowest, row.cut_off, group.seq,
                 )  # fmt: skip
             row.cut_off = 0

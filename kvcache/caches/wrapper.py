@@ -42,6 +42,7 @@ from kvcache.caches.causal import CausalCache
 from kvcache.caches.encoder import EncoderCache
 from kvcache.caches.one_thread import joined, one_call, one_thread
 from kvcache.caches.sequences import drop_middle
+from kvcache.caches.states import StateCache
 from kvcache.snapshots.snapshot import WrapperSnapshot, check_following, check_inside, check_kind, replaces
 
 
@@ -112,7 +113,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         """
         if isinstance(i, float | bool) or i not in range(len(self.caches)):
             kinds = ", ".join(f"{j}: {type(cache).__name__}" for j, cache in enumerate(self.caches))
-            raise InvalidRangeError(f"set_layer_type: {i!r:.40}; it must be the place of a cache ({kinds})")
+            raise InvalidRangeError(f"set_layer_type: {i!r:.40}; it must be the index of a cache ({kinds})")
         if self._thread is not None and self._thread != get_ident():
             check_thread("set_layer_type", self._thread)
         self._type, self._unselected = i, []
@@ -382,7 +383,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
     def computed(self, seq: int) -> int:
         """How many tokens of a sequence all wrapped caches have; caches that store nothing are ignored."""
-        stored = (cache for cache in self._positioned if getattr(cache, "nbytes", 1))
+        stored = (cache for cache in self._positioned if _stores(cache))
         end, lacking = min((computed(cache, seq) for cache in stored), default=0), self.lacking(seq)
         return end if lacking is None else min(end, lacking)
 
@@ -477,9 +478,9 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         for cache in self._scheduling.values():
             cache.schedule_snapshots(seq, wanted)
 
-    def cancel_snapshots(self, seq: int) -> None:
+    def cancel_snapshots(self, seq: int, positions: Collection[int] | None = None) -> None:
         for cache in self._scheduling.values():
-            cache.cancel_snapshots(seq)
+            cache.cancel_snapshots(seq, positions)
 
     def rolled_back(self, seq: int) -> int | None:
         """As CausalCache.rolled_back: the lowest of all wrapped caches."""
@@ -607,6 +608,13 @@ def _having(caches: Iterable[Any], call: str) -> list[Any]:
     it.
     """
     return [cache for cache in caches if any(hasattr(part, call) for part in unwrapped(cache))]
+
+
+def _stores(cache: Any) -> bool:
+    """Whether anything may be stored in a cache."""
+    if isinstance(cache, StateCache) and cache.state_table.buffers.nbytes:  # its nbytes takes much longer
+        return True
+    return bool(getattr(cache, "nbytes", 1))
 
 
 def _prepares(cache: Any) -> bool:

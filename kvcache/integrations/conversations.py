@@ -21,7 +21,7 @@ from kvcache.stores.closing import Closing
 
 __all__ = [
     "MOST_DRAFTS", "Conversation", "SharedPrefixes", "check_known", "check_missing", "invariant_config",
-    "names_of", "prefix_options",
+    "names_of", "prefix_options", "show_options",
 ]  # fmt: skip
 
 MOST_DRAFTS = 64
@@ -35,6 +35,15 @@ def names_of(*inits: Callable[..., Any]) -> list[str]:
     """The options of constructors: their parameters after the first two, without ``**options``."""
     parameters = [list(inspect.signature(init).parameters.values())[2:] for init in inits]
     return [one.name for each in parameters for one in each if one.kind is not one.VAR_KEYWORD]
+
+
+def show_options(shown: Callable[..., Any], first: str, options: Callable[..., Any]) -> None:
+    """Make help and completion of ``shown`` list the parameters of ``options`` by name, after ``first``."""
+    parameters = [
+        inspect.Parameter(first, inspect.Parameter.POSITIONAL_OR_KEYWORD),
+        *(one.replace(kind=one.KEYWORD_ONLY) for one in inspect.signature(options).parameters.values()),
+    ]
+    setattr(shown, "__signature__", inspect.Signature(parameters))  # noqa: B010
 
 
 def check_known(
@@ -187,14 +196,17 @@ class SharedPrefixes(Closing):
         self,
         cls: type[SharedPrefixes],
         options: Mapping[str, Any],
+        of_caches: Sequence[str],
         ranks: int,
         theirs: Mapping[str, str] | None = None,
         error: type[Exception] = InvalidRangeError,
     ) -> None:
-        """Refuse unknown options, and tiers for a model that is split over ranks. Ranks store different heads
-        under the same keys, and a tier may have more for one rank than for another.
+        """Refuse options other than those of ``cls``, ``of_caches`` and a PrefixCache, and tiers for a model
+        that is split over ranks. Ranks store different heads under the same keys, and a tier may have more
+        for one rank than for another.
         """
-        op, known = cls.__name__, [*names_of(cls.__init__, PrefixCache.__init__), *_FIELDS]
+        op, own = cls.__name__, names_of(cls.__init__)
+        known = [*own, *of_caches, *names_of(PrefixCache.__init__), *_FIELDS]
         check_known(op, options, known, theirs, error)
         if ranks > 1 and options.get("tiers"):
             raise NotSupportedError(

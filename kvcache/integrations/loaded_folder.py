@@ -73,7 +73,7 @@ class LoadedFolder:
             if why is None:
                 return found
         log.warning(
-            "%s: what is stored and saved of this model is shared by processes with %s alone: %s",
+            "%s: stores and saved files of this model can be shared only between processes with %s: %s",
             self.folder, runtime, why,
         )  # fmt: skip
         return None

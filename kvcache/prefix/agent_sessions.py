@@ -96,14 +96,14 @@ class _Request(Protocol):
 class AgentSessions:
     """The sessions of agents that have requests in a PrefixCache, by ``session_id`` and ``salt``.
 
-    What requests use is counted from their beginning: the prompt, and at the end what was computed of it and
-    of the answer. Requests without a ``session_id`` are one more user of what a session uses. The registry is
-    in this process's memory, for at most 4,096 sessions and 16 Mi distinct tokens, and the least recently
-    used are forgotten first. After a restart it is empty; what a request then restores from a store counts as
-    its session's own.
+    A request uses its prompt from its beginning, and when it ends, what was computed of the prompt and the
+    answer. All requests without a ``session_id`` count as one further user. The registry is in this process's
+    memory, for at most 4,096 sessions and 16 Mi distinct tokens; the least recently used sessions are
+    forgotten first. It is empty after a restart, and what a request then restores from a store counts as its
+    session's own.
 
-    Each method takes the ``salt`` with which the requests began, and returns False (``inspect``: None) for a
-    session that is not known. As for all calls of a PrefixCache, one thread at a time.
+    Each method takes the ``salt`` with which the requests began, and returns False (``inspect``: None) for an
+    unknown session. As with all calls of a PrefixCache, only one thread at a time may call them.
     """
 
     def __init__(
@@ -144,9 +144,9 @@ class AgentSessions:
         """End a session: what only closed sessions used is evicted first, from every tier; the rest stays as
         it was.
 
-        Priorities that its requests asked for no longer count. Running requests continue, and what they used
-        goes first when they end. A further request, or ``retain``, opens the session again. Nothing is
-        evicted before there is need.
+        Priorities that its requests set no longer count. Running requests continue; once they end, what they
+        used is evicted first, too. A further request, or ``retain``, reopens the session. Nothing is evicted
+        before its space is needed.
         """
         record = self._records.get((salt, session_id))
         if record is None:
@@ -164,9 +164,10 @@ class AgentSessions:
         """Discard what only this session used, on the device, in host memory and in the stores, and forget
         it.
 
-        Of its running requests nothing is kept when they end. Waits for what is being written to stores.
-        Memory of other processes that share a store is unchanged, and what they wrote of longer prompts.
-        Returns False, and the session remains for another try, if a store did not delete its entries.
+        Nothing of its running requests is kept when they end. Waits for pending writes to stores. The memory
+        of other processes that share a store is unchanged, and so is what they wrote of longer prompts.
+        Returns False if a store did not delete its entries; the session then remains, and the call can be
+        repeated.
         """
         record = self._records.get((salt, session_id))
         if record is None:
@@ -185,10 +186,10 @@ class AgentSessions:
 
     @one_thread
     def retain(self, session_id: str, retention: Retention, salt: str = "") -> bool:
-        """Give what the session has used so far other priorities; the default ones: ``Retention()``.
+        """Change the priorities of what the session has used so far (``Retention()``: to the default).
 
-        What only it used has these instead of those that its requests asked for. For the rest, the highest
-        priority counts. To pin a session, give it the priority 100, as long as a ``duration`` says.
+        For what only this session used, they replace those that its requests set; for the rest, the highest
+        priority counts. To pin a session, set the priority 100, if need be with a ``duration``.
         """
         check_retention(retention)
         record = self._records.get((salt, session_id))
@@ -201,12 +202,12 @@ class AgentSessions:
 
     @one_thread
     def expect(self, session_id: str, seconds: float, salt: str = "") -> bool:
-        """Tell when the session's next request will come: so many seconds after the end of the last one.
+        """Expect the session's next request ``seconds`` after the end of its last one.
 
-        As ``next_use`` of ``PrefixCache.begin``, for the last request, even if it is still running. Among
-        equal priorities, what only that request's session used for it is evicted as if it had been idle for
-        as long: before that of sessions whose next request comes sooner. The next request ends that. Returns
-        False for a closed session, too.
+        This is ``next_use`` of ``PrefixCache.begin`` for the last request, even if that is still running.
+        Among equal priorities, what only this session used for it is evicted as if it had already been idle
+        for that long, and so before that of sessions whose next request comes sooner. The next request ends
+        this. Returns False also for a closed session.
         """
         check_next_use("expect: seconds", seconds)
         record = self._records.get((salt, session_id))

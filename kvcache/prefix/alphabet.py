@@ -130,7 +130,7 @@ class Alphabet:
         """The salt of a conversation, and the position of its first private token; ("", all) without a
         salt.
         """
-        for at in np.flatnonzero(tokens < 0).tolist() if tokens.size and int(tokens.min()) < 0 else ():
+        for at in np.flatnonzero(tokens < 0).tolist() if self._items and tokens.size else ():
             if isinstance(item := self._items[int(tokens[at])], SaltedToken) and item.salt:
                 return item.salt, at
         return "", int(tokens.size)
@@ -141,7 +141,7 @@ class Alphabet:
 
     def named(self, tokens: np.ndarray) -> np.ndarray | list[int | bytes | SaltedToken]:
         """The names of these tokens outside this process; the tokens themselves if all are shared ids."""
-        return tokens if not tokens.size or int(tokens.min()) >= 0 else self._named(tokens)
+        return tokens if not self._items or not tokens.size or int(tokens.min()) >= 0 else self._named(tokens)
 
     def _named(self, tokens: np.ndarray) -> list[int | bytes | SaltedToken]:
         return [token if token >= 0 else self._items[token] for token in tokens.tolist()]

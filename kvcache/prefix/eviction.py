@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from kvcache.cache import SequenceLostError
+from kvcache.caches.states import StateCache
 from kvcache.caches.wrapper import unwrapped
 from kvcache.prefix.prefix_tree import Path, PrefixTree
 from kvcache.prefix.radix_tree import Node
@@ -45,13 +46,13 @@ class Evictor:
     def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree
         self.retainer = Retainer(tree)
-        self.windows = WindowCells(tree.cache)
+        self.copies = Copies(tree.cache)
         self.interior = InteriorSnapshots(tree.unfold)
         self.gap = 0.0
         """Once space is short: how many tokens may lie between snapshots inside conversations (``_gap``)."""
         tree.watchers.append(self.retainer.note)
-        if any(self.windows.parts.values()):
-            tree.watchers.append(self.windows.note)
+        if not tree.divisible:
+            tree.watchers.append(self.copies.note)
         if not tree.divisible and tree.store is None:  # otherwise nobody needs to know which are interior
             tree.watchers.append(self.interior.note)
         size = tree.keys.block_size
@@ -77,6 +78,7 @@ class Evictor:
         while (excess := self._tree.device.excess) and (node := self._tree.device.first()) is not None:
             if self._absorbed(node) is None:
                 self._tree.offload(self._end_of(node, _tokens(node, excess)))
+        self._limit_copies()
         self._tree.shrink_host()
         self._tree.tell()
 
@@ -114,11 +116,11 @@ class Evictor:
     def _relieve_window(self, part: int) -> bool:
         """Copy a window out of its cells, or evict one if too much is kept for that."""
         tree = self._tree
-        while (node := self.windows.next(part)) is not None:
+        while (node := self.copies.next(part)) is not None:
             goes: Node[TreeEntry] | None = node
             window = part_of(node, part)
             if window is not None and self._has_room(window.nbytes):
-                if self.windows.copy_out(node, part):
+                if self.copies.copy_out(node, part):
                     return True
             else:
                 held_cells = self._absorbed(tree.device.first() or node, part=part)
@@ -136,8 +138,17 @@ class Evictor:
     def _has_room(self, nbytes: int) -> bool:
         """Whether a window of ``nbytes`` may leave its cells and stay elsewhere on the device."""
         if self._tree.device.budget is None:
-            return self.windows.copied + nbytes <= self._tree.cache.nbytes
+            return self.copies.nbytes + nbytes <= self.copies.limit
         return not self._tree.device.excess
+
+    def _limit_copies(self) -> None:
+        """Without a budget: evict snapshots until the copies of windows and states are within their limit."""
+        if self._tree.divisible or self._tree.device.budget is not None or not self.copies.excess:
+            return
+        self._tree.unfold()
+        while self.copies.excess and (node := self._first(self.copies.has)) is not None:
+            if self._absorbed(node) is None:
+                self._tree.offload(node)
 
     def _relieve(self, missing: int, part: int) -> bool:
         while (node := self._next_freeing(part)) is not None:
@@ -449,37 +460,78 @@ class InteriorSnapshots:
         self._spans.pop(node, None)
 
 
-# Windows.
+# Copies.
 
 
-class WindowCells:
-    """The nodes of a tree whose snapshots hold cells of windows, for each window of ``cache``."""
+STATES = 16
+"""Without a budget: how many copies of its states a cache keeps for each sequence."""
+
+
+class Copies:
+    """What the snapshots of a tree keep outside the cells of ``cache``, and the windows still in them."""
 
     def __init__(self, cache: Any) -> None:
+        self._cache, self._parts = cache, unwrapped(cache)
         self.parts: dict[int, bool] = {}
         """For the index of each wrapped cache that may need cells, whether its snapshots are windows."""
-        for i, part in enumerate(unwrapped(cache)):
+        self._states: list[int] = []
+        for i, part in enumerate(self._parts):
+            divisible = part.snapshot(0, 0, 0).divisible
             if hasattr(part, "on_pressure"):
-                self.parts[i] = not part.snapshot(0, 0, 0).divisible
+                self.parts[i] = not divisible
+            elif not divisible:
+                self._states.append(i)
         self._nodes: dict[int, dict[Node[TreeEntry], None]] = {
             i: {} for i, window in self.parts.items() if window
         }
-        self._copied: dict[int, dict[Node[TreeEntry], int]] = {i: {} for i in self._nodes}
-        self.copied = 0
-        """Bytes of windows that were copied out of the cells."""
+        self._sizes: dict[Node[TreeEntry], int] = {}
+        self.nbytes = 0
+        """Bytes of states, and of windows that were copied out of the cells."""
+
+    @property
+    def limit(self) -> int:
+        """The most bytes of copies without a budget: those of the cache's K and V, and ``STATES`` times its
+        states.
+
+        Where there are windows alone, whose cells are few: the bytes of K and V without windows.
+        """
+        alone = all(self.parts.values())
+        limit = 0
+        for i, part in enumerate(self._parts):
+            if i in self._states:
+                limit += STATES * (
+                    part.state_table.buffers.nbytes if isinstance(part, StateCache) else part.nbytes
+                )
+            elif alone and i in self._nodes:
+                limit += getattr(part, "capacity_nbytes", part.nbytes)
+            else:
+                limit += part.nbytes
+        return limit
+
+    @property
+    def excess(self) -> int:
+        return max(0, self.nbytes - self.limit)
+
+    def has(self, node: Node[TreeEntry]) -> bool:
+        """Whether a node has copies."""
+        return node in self._sizes
 
     def note(self, node: Node[TreeEntry]) -> None:
         """A node's snapshot was added, removed or copied out."""
+        self.nbytes -= self._sizes.pop(node, 0)
+        size = 0
         for part, nodes in self._nodes.items():
             window = None if is_folded(node) else part_of(node, part)  # it is added again when it is unfolded
-            self.copied -= self._copied[part].pop(node, 0)
             if window is not None and window.holds_cells:
                 nodes[node] = None
                 continue
             nodes.pop(node, None)
-            if window is not None:
-                self._copied[part][node] = window.nbytes
-                self.copied += window.nbytes
+            size += 0 if window is None else window.nbytes
+        for part in self._states:
+            size += _states_nbytes(node, part)
+        if size:
+            self._sizes[node] = size
+            self.nbytes += size
 
     def next(self, part: int) -> Node[TreeEntry] | None:
         """The next window to leave its cells, ignoring those being restored.
@@ -517,6 +569,15 @@ def part_of(node: Node[TreeEntry], part: int) -> Snapshot | None:
     if node.data is None or node.data.snapshot is None:
         return None
     return unwrapped_snapshot(node.data.snapshot)[part]
+
+
+def _states_nbytes(node: Node[TreeEntry], part: int) -> int:
+    """The bytes of a node's states on the device, which all take the same."""
+    snapshot = None if node.data is None else node.data.snapshot
+    if snapshot is None:
+        return 0
+    chain = snapshot.parts if isinstance(snapshot, SnapshotChain) else (snapshot,)
+    return len(chain) * unwrapped_snapshot(chain[-1])[part].nbytes
 
 
 def _holds_cells(node: Node[TreeEntry], part: int) -> bool:

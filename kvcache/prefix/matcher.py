@@ -417,7 +417,7 @@ class StoreLookup:
         except (ml.DeviceError, MemoryError) as error:
             if not new:
                 raise
-            log.warning("load back: %s; stores are not asked before the model has put its own layers", error)
+            log.warning("load back: %s; stores are not asked until the model has put its own layers", error)
             self._doubtful = True
             return False
 
@@ -438,8 +438,8 @@ class StoreLookup:
         ):
             return
         log.warning(
-            "load back: stores have entries of other layers than the model puts, under its identity; none is "
-            "used before it has put its own. PrefixCache(layers=) tells them apart from the start"
+            "load back: stores have entries under the model's identity whose layers differ from its own; "
+            "none is used until it has put its layers. PrefixCache(layers=) tells them apart from the start"
         )
         self._tree.clear()
         for buffers in storages:

@@ -99,10 +99,10 @@ class Outages:
         if said:
             return
         if isinstance(error, StoreReadOnlyError):
-            log.warning("a store is read-only: %s; new content is not kept there", error)
+            log.warning("a store is read-only: %s; it keeps no new content", error)
             return
         if error.lasting:
-            log.warning("a store is gone: %s; until then its content is computed again", error)
+            log.warning("a store is gone: %s; until then, its content is computed again", error)
             return
         log.warning(
             "a store cannot be reached: %s; its content is computed again. The next attempt is in %.1f s, "
@@ -133,7 +133,7 @@ class Outages:
             del self._full[id(store)]
             now = self._clock()
         log.warning(
-            "a store has room again after %.1f s: %r; %d serialized snapshots were not kept there meanwhile",
+            "a store has room again after %.1f s: %r; it refused %d serialized snapshots in the meantime",
             now - full.since,
             store,
             full.refused,
@@ -147,7 +147,7 @@ class Outages:
             now = self._clock()
         if outage is not None:
             log.warning(
-                "a store is %s again after %.1f s: %r; %d calls were skipped meanwhile",
+                "a store is %s again after %.1f s: %r; %d calls were skipped in the meantime",
                 way,
                 now - outage.since,
                 store,

@@ -204,7 +204,7 @@ class Prefetcher:
             try:
                 thread.start()
             except RuntimeError as error:  # the system cannot start another thread
-                log.info("prefetch: %s; what waits is read when its turn comes", error)
+                log.info("prefetch: %s; waiting prefixes are read when their turn comes", error)
                 for prefetch in () if self._threads else [*self._queue]:
                     self._leave_queue(prefetch)
                 self._changed.notify_all()
@@ -222,7 +222,7 @@ class Prefetcher:
             try:
                 job()
             except Exception:  # errors of stores are handled by their tier; this is a different error
-                log.exception("prefetch: what waits is read when its turn comes")
+                log.exception("prefetch: waiting prefixes are read when their turn comes")
 
     def _next(self) -> Callable[[], None] | None:
         for prefetch in self._queue:

@@ -79,11 +79,11 @@ class PrefixCache(Closing):
     """Sessions over one cache that share their prefixes through a radix tree of snapshots.
 
     ``budget`` limits the bytes of snapshots on the device; it is a number or a size such as ``"2GiB"`` (None:
-    as much as the cells of the cache hold). When a window needs cells that its snapshots hold, the snapshots
-    are copied out and stay on the device as long as all snapshots fit in the budget (None: as long as the
-    copies take no more than the cache itself); beyond that they are evicted. ``tiers`` is at most one
-    HostTier, followed by stores, nearest first: open stores, arguments of ``open_store``, or Paths of
-    folders. Evicted content moves to the next tier.
+    as much as the cells of the cache hold, and copies of windows and states up to ``limits["copies"]``). When
+    a window needs cells that its snapshots hold, the snapshots are copied out and stay on the device as long
+    as they fit; beyond that they are evicted. ``tiers`` is at most one HostTier, followed by stores, nearest
+    first: open stores, arguments of ``open_store``, or Paths of folders. Evicted content moves to the next
+    tier.
 
     ``identity`` identifies what computed K and V: model, weights, rope settings, tensor-parallel rank. It is
     required with a store, which others may share. ``block_size`` is the number of tokens that a stored key
@@ -156,10 +156,7 @@ class PrefixCache(Closing):
         )
         shapes = {i: LayerShape(*shape) for i, shape in (options.layers or {}).items()}
         lookup = StoreLookup(self.tree, shapes, self._prefetcher)
-        self._open = OpenSessions(
-            self.tree, self.evictor, lookup, options.interval, self.stats, bool(options.write_through),
-            block_size if options.whole_blocks else 1,
-        )  # fmt: skip
+        self._open = OpenSessions(self.tree, self.evictor, lookup, self.stats, options, block_size)
         self._calls = self._open.calls
         self._open.agents.prefetcher = self._prefetcher
         self._in_flight, self._read_ahead = in_flight, read_ahead
@@ -168,7 +165,7 @@ class PrefixCache(Closing):
         self._own(weakref.ref(self._open))
         cache.on_pressure = self.evictor.relieve
         parts = unwrapped(cache)
-        for i, window in self.evictor.windows.parts.items():
+        for i, window in self.evictor.copies.parts.items():
             relieve = functools.partial(self.evictor.relieve, part=i, window=window)
             parts[i].on_pressure = relieve
         _OWNERS.update(dict.fromkeys(unwrapped(cache), weakref.ref(self._open)))
@@ -211,9 +208,9 @@ class PrefixCache(Closing):
         from when the session closes.
 
         ``session_id`` names the session of an agent that the conversation belongs to, for ``agent_sessions``;
-        it changes neither what is found nor what is kept. ``next_use``, if it is known, is how many seconds
-        after the end of this conversation the session's next one will begin: the later, the earlier is what
-        only that session used for it evicted.
+        it changes neither what is found nor what is kept. ``next_use``, if known, is how many seconds after
+        the end of this conversation the session's next one will begin: the longer that is, the earlier is
+        evicted what only that session used.
 
         At least one token is left to evaluate. If the device fails to restore the prefix, a warning is
         logged, all tokens are left to evaluate, and the prefix stays cached. Raises SessionLimitError if all
@@ -490,13 +487,15 @@ class PrefixCache(Closing):
         """The most bytes to plan for in addition to those of the cache itself; None: no limit.
 
         On the device: "copies" of windows and states outside the cache's cells (full attention has none), and
-        snapshots "leaving" for other tiers. In the process's memory: "host", content waiting for "writing" to
-        stores (a single larger snapshot may exceed it), and entries read "ahead" from them.
+        snapshots "leaving" for other tiers. Without a budget, the copies take at most as many bytes as the
+        cache's K and V (with windows alone: as K and V of ``max_sequences * capacity`` tokens), and 16 times
+        its states. In the process's memory: "host", content waiting for "writing" to stores (a single larger
+        snapshot may exceed it), and entries read "ahead" from them.
         """
         tree, limits = self.tree, dict[str, int | None]()
         if not tree.divisible:
             budget = tree.device.budget
-            limits["copies"] = self.cache.nbytes if budget is None else budget
+            limits["copies"] = self.evictor.copies.limit if budget is None else budget
         if tree.worker is not None:
             limits["leaving"] = self._in_flight
         if tree.host is not None:

@@ -30,9 +30,9 @@ DEFAULT: Grants = ((DEFAULT_PRIORITY, math.inf),)
 class TokenRange:
     """Tokens ``[begin, end)`` of a conversation are evicted by ``priority`` (0 to 100), the lowest first.
 
-    ``end`` None: to the end, including the answer. ``duration`` is in seconds from the end of the request;
-    after that, the default priority of 35 applies. None: permanently, which is required below the default.
-    Raises InvalidRangeError for values out of range.
+    ``end=None`` means to the end, including the answer. ``duration`` is in seconds from the end of the
+    request; after that, the default priority of 35 applies. None means permanently, and is required for a
+    priority below the default. Raises InvalidRangeError for values out of range.
     """
 
     begin: int = 0

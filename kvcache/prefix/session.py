@@ -32,6 +32,7 @@ from kvcache.prefix.agent_sessions import Agent, AgentSessions
 from kvcache.prefix.alphabet import EVERYONE, Tenant
 from kvcache.prefix.eviction import Evictor
 from kvcache.prefix.matcher import PrefixMatcher, Source, StoreLookup
+from kvcache.prefix.options import PrefixOptions
 from kvcache.prefix.prefix_tree import Path, PrefixTree
 from kvcache.prefix.radix_tree import Node, common_length
 from kvcache.prefix.retention import Retention
@@ -175,6 +176,8 @@ class Session:
         """The salt and the ``session_id`` of the agent's session that it belongs to."""
         self.stale = False
         """Whether everything kept was discarded since it began, so that its content must not be shared."""
+        self.spaced: list[int] = []
+        """The positions of its snapshots that are scheduled only because of their distance."""
         self.spared = 0
         """Tokens for which stores were not asked at ``begin``, because computing them is faster."""
         self.retention: Retention | None = None
@@ -392,8 +395,9 @@ class Session:
 class OpenSessions:
     """Begins sessions in free sequences of the cache of ``tree``, rewinds and ends them.
 
-    ``interval`` is the distance between snapshots of windows and states in a prompt. ``write_through``: what
-    a session leaves is submitted to the stores when it ends.
+    ``options``: ``interval`` is the distance between snapshots of windows and states in a prompt; with
+    ``write_through``, what a session leaves is submitted to the stores when it ends; with ``whole_blocks``,
+    what is reused, and kept, are whole ones of ``block_size`` tokens.
     """
 
     def __init__(
@@ -401,12 +405,10 @@ class OpenSessions:
         tree: PrefixTree,
         evictor: Evictor,
         lookup: StoreLookup,
-        interval: int,
         stats: PrefixStats,
-        write_through: bool = False,
-        block: int = 1,
+        options: PrefixOptions,
+        block_size: int,
     ) -> None:
-        """``block``: what is reused, and kept, are whole ones of so many tokens."""
         self.alphabet = tree.alphabet
         self.sessions: dict[int, Session] = {}
         """The open sessions by sequence."""
@@ -416,11 +418,12 @@ class OpenSessions:
         self.used: set[int] = set()
         """Sequences of sessions, and those that could not be emptied after one. What others hold is not ours:
         branches of a caller, for example."""
-        self.block = block
-        self.matcher = PrefixMatcher(tree, self.sessions, lookup, block)
+        self.block = block_size if options.whole_blocks else 1
+        self.matcher = PrefixMatcher(tree, self.sessions, lookup, self.block)
         self._lookup = lookup
         self._cache, self._tree, self._evictor = tree.cache, tree, evictor
-        self._interval, self._stats, self._write_through = interval, stats, write_through
+        self._interval, self._stats = options.interval, stats
+        self._write_through = bool(options.write_through)
         self.calls = threading.RLock()
         """Held by the thread that is in a call of the PrefixCache or of a session."""
         self.foreign_pass: Callable[[], bool | None] = getattr(tree.cache, "foreign_pass", lambda: False)
@@ -443,7 +446,7 @@ class OpenSessions:
                 cached = self._fill(seq, ids)
                 matching, origins = self.matcher.matching.seconds, dict(self.matcher.origins)
                 lookup = Lookup(began, matching, time.monotonic() - began - matching, origins)
-                self._schedule(seq, ids, cached, self.matcher.path.length)
+                spaced = self._schedule(seq, ids, cached, self.matcher.path.length)
                 self.rolled_back(seq)
         except BaseException:
             self._cache.cancel_snapshots(seq)
@@ -451,7 +454,7 @@ class OpenSessions:
             raise
         self.free.remove(seq)
         session = self.sessions[seq] = Session(self, seq, ids, cached, tenant)
-        session.spared, session.lookup = self.matcher.spared, lookup
+        session.spared, session.lookup, session.spaced = self.matcher.spared, lookup, spaced
         session.agent = (tenant.salt, session_id) if session_id else None
         stored, path = origins.get("store", 0), self.matcher.path.nodes
         self.agents.begin(session.agent, ids, cached, stored, path, next_use)
@@ -491,7 +494,7 @@ class OpenSessions:
         """
         cached = self.matcher.fill(seq, ids)
         if cached and self.computed(seq) < cached:
-            log.warning("a layer was first put after tokens were kept that lack it; they are forgotten")
+            log.warning("kept tokens lack a layer that was put only later; they are dropped")
             self._tree.clear()
             cached = self.matcher.fill(seq, ids)
             if cached and self.computed(seq) < cached:
@@ -514,12 +517,12 @@ class OpenSessions:
         """Where a batch of the sequence should end for a snapshot; None: anywhere."""
         return self._cache.next_snapshot(seq)
 
-    def _schedule(self, seq: int, ids: np.ndarray, cached: int, parted: int) -> None:
+    def _schedule(self, seq: int, ids: np.ndarray, cached: int, parted: int) -> list[int]:
         """Schedule snapshots of indivisible content; ``parted`` is where the prompt diverges from what is
-        kept.
+        kept. Returns as ``Session.spaced``.
         """
         if self._tree.divisible:
-            return
+            return []
         others = (other.encoded() for other in self.sessions.values())
         # At intervals, but none that would be evicted immediately.
         interval = max(self._interval, int(min(self._evictor.gap / 2, ids.size)) + 1)
@@ -529,6 +532,20 @@ class OpenSessions:
             positions = sorted({whole for at in positions if (whole := at - at % self.block) > cached})
         if positions:
             self._cache.schedule_snapshots(seq, positions)
+        return [at for at in positions[:-1] if at % interval == 0 and at not in (parted, shared)]
+
+    def _respace(self, session: Session) -> None:
+        """Cancel scheduled snapshots that would be evicted immediately, since space has become short."""
+        spaced, gap = session.spaced, self._evictor.gap / 2
+        if len(spaced) < 2 or gap < 2 * (spaced[1] - spaced[0]):
+            return
+        last, stay = session.kept, list[int]()
+        for at in spaced:
+            if at - last >= gap:
+                stay.append(at)
+                last = at
+        session.spaced = stay
+        self._cache.cancel_snapshots(session.seq, {*spaced} - {*stay})
 
     def keep(self, session: Session) -> None:
         """Make the snapshots taken of an open session available to others."""
@@ -543,6 +560,7 @@ class OpenSessions:
                 self._insert(session, path, pieces)
                 session.kept = pieces[-1].end
                 self._follow(session, path)
+            self._respace(session)
 
     def snapshots(self, session: Session, inside: int | None) -> list[Snapshot]:
         """As ``Session.snapshots``."""
@@ -604,10 +622,10 @@ class OpenSessions:
         skipped = [end for end in self._cache.skipped_snapshots(seq) if end <= size]
         if skipped and not self._stats.skipped:
             log.warning(
-                "a batch of sequence %d passed %s, where snapshots were due: a recurrent state is that of a "
-                "batch's end, unless the model delivers those inside. Prompts that part at these positions "
-                "go on from earlier ones; end batches where session.chunks() and prefix.next_snapshot() say. "
-                "prefix.stats.skipped counts all such snapshots",
+                "a batch of sequence %d passed %s, where snapshots were due, but a batch leaves a recurrent "
+                "state only at its end, unless the model delivers others. Prompts that diverge at these "
+                "positions resume from earlier ones; end batches where session.chunks() and "
+                "prefix.next_snapshot() say. prefix.stats.skipped counts all such snapshots",
                 seq,
                 skipped,
             )
@@ -662,7 +680,7 @@ class OpenSessions:
             length, nodes = self._tree.along(path)
             if length > point:
                 try:
-                    reached = self._restore_nearest(seq, path, Source(length, nodes=nodes))
+                    reached = self._restore_nearest(session, path, Source(length, nodes=nodes))
                 except BaseException:  # it holds neither the old nor the requested content
                     session.replaced()
                     self._cache.remove(seq, 0)
@@ -675,8 +693,9 @@ class OpenSessions:
         self.rolled_back(seq)
         return point
 
-    def _restore_nearest(self, seq: int, path: Path, source: Source) -> int:
+    def _restore_nearest(self, session: Session, path: Path, source: Source) -> int:
         """Restore along nodes; if one fails, along those before it. Returns the length restored."""
+        seq = session.seq
         self._cache.cancel_snapshots(seq)
         with self._evictor.within_budgets():
             try:
@@ -688,7 +707,7 @@ class OpenSessions:
                 self._cache.remove(seq, 0)
                 source = Source()
             self._tree.touch(path, source.length)
-            self._schedule(seq, path.tokens, source.length, path.length)
+            session.spaced = self._schedule(seq, path.tokens, source.length, path.length)
         return source.length
 
     def rolled_back(self, seq: int) -> int | None:

@@ -71,8 +71,8 @@ class StoreWriter:
         elif not self.behind:
             self.behind = True
             log.warning(
-                "the stores take less than is to be written: %d bytes wait, of at most backlog=%d; what is "
-                "evicted meanwhile is computed again",
+                "the stores do not keep up: %d bytes wait to be written, of at most backlog=%d; content "
+                "evicted until they do is computed again",
                 self._store.writes.waiting,
                 self._store.writes.backlog,
             )

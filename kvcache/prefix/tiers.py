@@ -181,7 +181,7 @@ class WriteQueue:
                 self._write_entries(store_write)
             except Exception:
                 store_write.failed = True
-                log.exception("offload: a store write of %d bytes was not written", store_write.nbytes)
+                log.exception("offload: %d bytes could not be written to a store", store_write.nbytes)
             self.failed += store_write.failed and not store_write.cancelled
             self._finished.append(store_write)
             with self._changed:

@@ -126,7 +126,7 @@ class ZmqPublisher(Closing):
     def _answer(self, replay: Any) -> None:
         frames = replay.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != 8:
-            log.warning("events: a request of a replay is not one number of 8 bytes; it gets no answer")
+            log.warning("events: a replay request was ignored; it must be one number of 8 bytes")
             return
         client, _, start = frames
         for number, payload in [*self._sent]:

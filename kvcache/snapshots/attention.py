@@ -30,7 +30,7 @@ from kvcache.snapshots.snapshot import (
     tensors_of,
 )
 from kvcache.storage.cell_storage import CellStorage
-from kvcache.storage.cell_table import in_order
+from kvcache.storage.cell_table import in_order, numbers
 
 __all__ = ["AttentionSnapshots", "Window", "first_missing"]
 
@@ -303,7 +303,7 @@ class AttentionSnapshots:
         start = table.choose(seq, count) if table.free >= count else None
         if not isinstance(start, int):
             return None
-        cells = np.arange(start, start + count)
+        cells = numbers(start, start + count)
         table.join_arrivals(cells)
 
         def keep(cells: np.ndarray, end: int) -> AttentionSnapshot:
@@ -354,7 +354,7 @@ class AttentionSnapshots:
         if not positions.size:
             return
         chosen = table.choose(seq, positions.size)
-        cells = np.arange(chosen, chosen + positions.size) if isinstance(chosen, int) else chosen
+        cells = numbers(chosen, chosen + positions.size) if isinstance(chosen, int) else chosen
         table.take(seq, positions, cells)
         writing = False
         try:
@@ -428,7 +428,7 @@ class AttentionSnapshots:
         if (
             joined.pin.cells.size == last.end - first.begin
         ):  # no gaps: generating the numbers is faster than copying them
-            positions = np.arange(first.begin, last.end)
+            positions = numbers(first.begin, last.end)
         else:
             positions = np.concatenate([part.positions for part in parts])
         return self._remember(first.begin, last.end, positions, joined)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from kvcache.cache import InvalidRangeError, whole_numbers
@@ -122,6 +122,12 @@ class SnapshotSchedule(Generic[S]):
     def lowest_cut(self, seq: int) -> int | None:
         """The lowest position of a ``cut`` since the last call, or REPLACED; None if there was none."""
         return self._cuts.pop(seq, None)
+
+    def cancel(self, seq: int, positions: Collection[int]) -> None:
+        """Take no snapshots at ``positions``, of which some may not be scheduled."""
+        due = [position for position in self._due.pop(seq, ()) if position not in positions]
+        if due:
+            self._due[seq] = due
 
     def drop(self, seq: int) -> None:
         for by_sequence in (self._due, self._taken, self._skipped, self._from):

@@ -95,7 +95,7 @@ class StateSnapshots:
         """Make all checks of ``restore``; the returned callable makes the change. None if it would return
         False.
 
-        The restored state becomes a checkpoint, unless the sequence already had as many tokens.
+        The restored state becomes a checkpoint, unless the snapshot is empty.
         """
         if target not in (None, snapshot.end) or snapshot.begin > self.states.rows[seq].offset:
             return None

@@ -202,7 +202,7 @@ class Pin:
 
     def set_cells(self, cells: Array | slice) -> None:
         """``cells``, or a run of them."""
-        self.cells: Array = np.arange(cells.start, cells.stop) if isinstance(cells, slice) else cells
+        self.cells: Array = numbers(cells.start, cells.stop) if isinstance(cells, slice) else cells
         self.where: Array | slice = cells if isinstance(cells, slice) else indices(cells)
         """The index that selects them from an array."""
 
@@ -625,6 +625,25 @@ def is_run(cells: Array) -> bool:
 def indices(cells: Array) -> slice | Array:
     """The index that selects these cells from an array: a slice if they are a run, which is much faster."""
     return slice(int(cells[0]), int(cells[-1]) + 1) if cells.size and is_run(cells) else cells
+
+
+_SHARED = 1 << 20
+_numbers = np.arange(0)
+
+
+def numbers(start: int, stop: int) -> Array:
+    """``np.arange(start, stop)``, read-only: most snapshots need such numbers, and share those below a
+    million, since writing them takes longer than restoring a snapshot that lies in cells.
+    """
+    global _numbers
+    if stop > _SHARED:
+        return np.arange(start, stop)
+    shared = _numbers
+    if stop > shared.size:
+        shared = np.arange(max(stop, min(2 * stop, _SHARED)))
+        shared.flags.writeable = False
+        _numbers = shared
+    return shared[start:stop]
 
 
 def in_order(pins: Sequence[Pin]) -> Array | slice:

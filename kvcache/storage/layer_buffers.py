@@ -91,13 +91,13 @@ class LayerBuffers:
             stored.check(
                 key[1], None if latent else value[1], self.activations
             )  # before anything is allocated
-            self.key = QuantizedBuffer(ctx, stored.key, cells, *key, order, self.activations)
+            self.key = QuantizedBuffer(ctx, stored.key, (cells, *key), order, self.activations)
         else:
             self.key = Buffer(ctx, plain, cells, *key, order)
         if latent:
             self.value = self.key.narrowed(value[1])
         elif plain is None:
-            self.value = QuantizedBuffer(ctx, stored.value, cells, *value, order, self.activations)
+            self.value = QuantizedBuffer(ctx, stored.value, (cells, *value), order, self.activations)
         else:
             self.value = Buffer(ctx, plain, cells, *value, (1, 2, 0) if self.permuted_v else order)
 

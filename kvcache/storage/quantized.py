@@ -24,13 +24,11 @@ class QuantizedBuffer:
         self,
         ctx: ml.Context,
         stored: StorageFormat,
-        cells: int,
-        heads: int,
-        dim: int,
+        shape: tuple[int, int, int],
         order: tuple[int, int, int],
         activations: ml.DType,
     ) -> None:
-        self.cells, self.heads, self.dim = cells, heads, dim
+        self.cells, self.heads, self.dim = cells, heads, dim = shape
         self.coded_dim = dim
         """The numbers of a head that are stored together, of which the first ``dim`` are read."""
         self.format, self.activations = stored, activations

@@ -48,6 +48,7 @@ def prepare_shift(
     first: list[Fresh] = [pieces[0].computed(offset, shift, shift_extra)]
 
     def write() -> None:
+        storage.reencoded.count(cells, storage.table.taken, storage.dtype)
         for piece in pieces:
             try:
                 piece.write(first.pop() if first else piece.computed(offset, shift, shift_extra))

@@ -250,11 +250,8 @@ class StateBuffers:
         self.reserved: dict[tuple[str, int], ml.Tensor] = {}
         """Buffers that only reserve passes have used: nothing is stored in them."""
         self._backend = backend
+        self.nbytes = 0
         self._references: dict[int, weakref.ref[HeldStates]] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.tensors.values(), *self.reserved.values()))
 
     def ensure(
         self, ctx: ml.Context, kind: str, layer: int, shape: tuple[int, ...], dtype: ml.DType
@@ -273,6 +270,7 @@ class StateBuffers:
         tensor = self.tensors.get((kind, layer), self.reserved.get((kind, layer)))
         if tensor is None:
             tensor = self.reserved[kind, layer] = ctx.layer(layer).zeros((self.slots, *shape), dtype)
+            self.nbytes += tensor.nbytes
         return tensor
 
     # States that snapshots and checkpoints refer to.

@@ -198,8 +198,8 @@ class Index:
         if stored > budget and most is None and not self._warned:  # an excess found at opening is expected
             self._warned = True
             log.warning(
-                "FileStore: %s holds %d bytes, and the budget is %d: another store writes to it with "
-                "a larger budget, or without one; give all the same",
+                "FileStore: %s holds %d bytes, but the budget is %d: another store writes to it with a "
+                "larger budget or none; set the same budget for all",
                 self._folder.path, stored, budget,
             )  # fmt: skip
         if stored + room > budget:

@@ -49,12 +49,12 @@ AREAS: Mapping[str, str] = {
     "tokens": "one sequence, in chunks and token by token",
     "batch": "sequences of one length in a batch",
     "padding": "prompts of different lengths in a batch",
-    "crop": "the last tokens are taken back, and others follow",
-    "draft": "tokens announced as drafted, some of which are taken back",
-    "select": "rows of the batch are kept, repeated and reordered, as by beam search",
-    "join": "a sequence of another cache joins those of this one",
-    "copy": "a copy goes its own way, and so does the original",
-    "save": "saved and loaded, and continued",
+    "crop": "the last tokens are removed, and others follow",
+    "draft": "drafted tokens are fed, and some of them removed",
+    "select": "rows of the batch are kept, repeated and reordered, as in beam search",
+    "join": "a sequence of another cache is added to this one",
+    "copy": "a sequence and its copy continue independently",
+    "save": "a cache is saved, loaded and continued",
 }
 """The tested areas by name; a driver declares unsupported areas absent."""
 

@@ -6,7 +6,8 @@ From the shell, many of them::
     python -m kvcache.testing.traces --cache recurrent
 
 A trace depends only on its seed. A failure is shrunk to a minimal list of calls, and printed with the seed;
-``--replay SEED`` runs it again.
+``--replay SEED`` runs it again. Every kind of cache is driven by the same few lines, beside its projection of
+one model: a dictionary (sequence, position) -> token.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 
@@ -27,10 +29,10 @@ import kvcache
 import ml
 from kvcache.testing.models.attention import Model, Setup
 from kvcache.testing.models.values import BLOCKS
+from kvcache.testing.rigs.machine import Machine, Op, Trace
 from kvcache.testing.rigs.snapshots import CopyRig
 from ml import DType, Layout
 
-Op = tuple[object, ...]
 Ints = tuple[int, ...]
 FLOATS = (DType.F32, DType.F16, DType.BF16)
 FORMATS = tuple(BLOCKS)
@@ -44,10 +46,10 @@ LENGTH = 14
 
 @dataclass(frozen=True)
 class Failure:
-    """A failed trace, shrunk: ``ops`` are the remaining calls, as arguments of ``apply``."""
+    """A failed trace, shrunk: ``ops`` are the remaining calls, as arguments of ``Machine.apply``."""
 
     seed: int
-    setup: Setup
+    setup: object
     ops: tuple[Op, ...]
     error: str
 
@@ -57,30 +59,23 @@ class Failure:
 
 
 FAMILY = {
-    "recurrent": "kvcache.testing.rigs.states",
-    "encoder": "kvcache.testing.rigs.encoder",
-    "wrapper": "kvcache.testing.rigs.wrapper",
+    "recurrent": ("kvcache.testing.rigs.states", "state_trace"),
+    "encoder": ("kvcache.testing.rigs.encoder", "encoder_trace"),
+    "wrapper": ("kvcache.testing.rigs.wrapper", "wrapper_trace"),
 }
-"""By name of a cache, the module with its trace, which is imported on use."""
+"""By name of a cache, the module and the function that makes its trace, imported on use."""
 
 
-def run_family(
-    cache: str, backend: ml.Backend, seed: int, floats: Sequence[DType], features: ml.Features
-) -> str | None:
-    """The error of the trace of ``seed``, or None."""
-    module, computes = importlib.import_module(FAMILY[cache]), features.has("matmul")
-    try:
-        if cache == "recurrent":
-            module.state_trace(backend, seed, floats)
-        elif cache == "encoder":
-            module.encoder_trace(backend, seed, floats, computes)
-        else:
-            module.wrapper_trace(backend, seed)
-    except pytest.skip.Exception:
-        return None
-    except Exception:
-        return f"seed {seed}: {cache}\n{traceback.format_exc(limit=-6)}"
-    return None
+def trace_of(cache: str, rnd: random.Random, floats: Sequence[DType], computes: bool) -> Trace:
+    """A trace of ``cache``, a name of KINDS or FAMILY."""
+    if cache in FAMILY:
+        module, function = FAMILY[cache]
+        trace: Trace = getattr(importlib.import_module(module), function)(rnd, floats, computes)
+        return trace
+    setup = random_setup(rnd, floats, computes, cache)
+    snapshots = rnd.choice((0.0, 0.2, 0.4))
+    calls = rnd.randrange(4, LENGTH + 1 + int(20 * snapshots))
+    return Trace(setup, calls, partial(AttentionMachine, setup, snapshots, computes))
 
 
 def random_setup(
@@ -233,7 +228,26 @@ def _with_snapshots(rnd: random.Random, model: Model) -> Op:
 # Running.
 
 
-def apply(rig: CopyRig, op: Op, computes: bool) -> None:
+class AttentionMachine:
+    """Random calls on an attention cache; ``snapshots`` is the share of those that concern snapshots."""
+
+    def __init__(
+        self, setup: Setup, snapshots: float, computes: bool, backend: ml.Backend, ctx: ml.Context
+    ) -> None:
+        self.rig, self.snapshots, self.computes = CopyRig(setup, backend, ctx), snapshots, computes
+
+    def choose(self, rnd: random.Random) -> Op:
+        return next_op(rnd, self.rig.model, self.snapshots)
+
+    def apply(self, op: Op) -> None:
+        _apply(self.rig, op, self.computes)
+
+    def finish(self) -> None:
+        self.rig.check_copies()
+        self.rig.cache.close()
+
+
+def _apply(rig: CopyRig, op: Op, computes: bool) -> None:
     """Run one call, checked."""
     name, *args = op
     if name in ("restore", "split", "merge", "detach", "drop"):
@@ -292,34 +306,29 @@ def run_trace(
     cache: str = "attention",
 ) -> Failure | None:
     """Run the trace of ``seed``; returns the failure, shrunk, or None."""
-    rnd = random.Random(seed)
-    setup = random_setup(rnd, floats, computes, cache)
-    ops: list[Op] = []
-    snapshots = rnd.choice((0.0, 0.2, 0.4))
+    rnd, ops = random.Random(seed), list[Op]()
+    trace = trace_of(cache, rnd, floats, computes)
 
-    def choose(model: Model) -> Iterator[Op]:
-        for _ in range(rnd.randrange(4, LENGTH + 1 + int(20 * snapshots))):
-            ops.append(next_op(rnd, model, snapshots))
+    def choose(machine: Machine) -> Iterator[Op]:
+        for _ in range(trace.calls):
+            ops.append(machine.choose(rnd))
             yield ops[-1]
 
-    error = _run(backend, setup, choose, computes)
+    error = _run(backend, trace, choose)
     if error is None:
         return None
-    fewest, error = _shrink(backend, setup, ops, error, computes)
-    return Failure(seed, setup, tuple(fewest), error)
+    fewest, error = _shrink(backend, trace, ops, error)
+    return Failure(seed, trace.setup, tuple(fewest), error)
 
 
-def _run(
-    backend: ml.Backend, setup: Setup, choose: Callable[[Model], Iterator[Op]], computes: bool
-) -> str | None:
+def _run(backend: ml.Backend, trace: Trace, choose: Callable[[Machine], Iterable[Op]]) -> str | None:
     """The error, or None."""
     try:
         with backend.new_context() as ctx:
-            rig = CopyRig(setup, backend, ctx)
-            for op in choose(rig.model):
-                apply(rig, op, computes)
-            rig.check_copies()
-            rig.cache.close()
+            machine = trace.machine(backend, ctx)
+            for op in choose(machine):
+                machine.apply(op)
+            machine.finish()
     except pytest.skip.Exception:  # stored in a dtype that the backend declares absent
         return None
     except Exception:
@@ -327,16 +336,14 @@ def _run(
     return None
 
 
-def _shrink(
-    backend: ml.Backend, setup: Setup, ops: list[Op], error: str, computes: bool
-) -> tuple[list[Op], str]:
+def _shrink(backend: ml.Backend, trace: Trace, ops: list[Op], error: str) -> tuple[list[Op], str]:
     """Remove calls, many at a time and then one by one, while the rest still fails."""
     size = max(1, len(ops) // 2)
     while True:
         at = 0
         while at < len(ops):
             fewer = ops[:at] + ops[at + size :]
-            failure = _run(backend, setup, lambda _, kept=fewer: iter(kept), computes)  # type: ignore[misc]
+            failure = _run(backend, trace, lambda _, kept=fewer: kept)  # type: ignore[misc]
             if failure is None:
                 at += size
             else:
@@ -366,9 +373,6 @@ def _chunk(cache: str, name: str, start: int, stop: int) -> list[str]:
     features = ml.plugins.registry().specs()[name].features
     floats = [dtype for dtype in FLOATS if dtype in features.dtypes]
     with ml.open_backend(name) as backend:
-        if cache in FAMILY:
-            outcomes = (run_family(cache, backend, seed, floats, features) for seed in range(start, stop))
-            return [failure for failure in outcomes if failure is not None]
         failures = run_traces(backend, range(start, stop), floats, features.has("matmul"), cache)
         return [str(failure) for failure in failures]
 

@@ -175,7 +175,7 @@ def look_at_mask(cache: Any) -> MaskPicture:
     mask = reading.mask(plan.tokens, plan.lower, plan.lifted, 1)
     queries: list[tuple[int, int]] = [(0, 0)] * forward.tokens
     for group in forward.groups:
-        rows = np.arange(forward.tokens)[group.rows].tolist()
+        rows = np.arange(forward.tokens)[group.batch_indices].tolist()
         for row, position in zip(rows, group.positions.tolist(), strict=True):
             queries[row] = group.seq, int(position)
     cells = np.arange(reading.start, reading.start + reading.length)

@@ -145,7 +145,9 @@ def generate(
     tensor_parallel: TensorParallel = 1,
     timeout: Timeout = 60.0,
     dtypes: Dtypes,
-    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens per prompt.", min=1)] = 128,
+    max_tokens: Annotated[
+        int, typer.Option(help="Maximum number of tokens to generate per prompt.", min=1)
+    ] = 128,
     sampling: Sampling,
     drafting: Drafting,
     capacity: Annotated[
@@ -158,7 +160,7 @@ def generate(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Continue prompts with a model; prompts that begin alike share their cache.
+    """Continue prompts with a model; common prefixes are computed once.
 
     Without a prompt, standard input is the prompt.
 
@@ -186,7 +188,7 @@ def generate(
 
             if runtime is not Runtime.OWN:
                 raise RequestError(
-                    f"--tensor-parallel is for --runtime own; this is a model of {runtime.value}"
+                    f"--tensor-parallel requires --runtime own; this model runs in {runtime.value}"
                 )
             if place.devices is not None:
                 raise ml.DeviceError(

@@ -65,7 +65,8 @@ def chat(
     sampling: Sampling,
     max_tokens: MaxTokens = 64,
     capacity: Annotated[
-        int | None, typer.Option(help="Tokens per conversation.", min=2, show_default="the model's, to 4096")
+        int | None,
+        typer.Option(help="Tokens per conversation.", min=2, show_default="the model's, at most 4096"),
     ] = None,
     store: Annotated[
         str | None,
@@ -82,7 +83,7 @@ def chat(
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per answer.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Hold several conversations with a model; what they share is computed once. /help lists the commands.
+    """Hold several conversations with a model; common prefixes are computed once. /help lists the commands.
 
     Reads lines from the terminal or a pipe. Ctrl-C stops an answer and keeps the part that was generated.
 

@@ -58,23 +58,30 @@ def conformance(
     backend: Annotated[
         str,
         typer.Option(
-            "--backend", help="See: kvcache backends.", envvar="ML_BACKEND", autocompletion=backend_names
+            "--backend",
+            help="The backend; kvcache backends lists them.",
+            envvar="ML_BACKEND",
+            autocompletion=backend_names,
         ),
     ],
     device: Device = None,
     option: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE, an option for ml.open_backend; repeatable.")
     ] = None,
-    suite: Annotated[Suite, typer.Option(help="The suite of ml, of kvcache, or both.")] = Suite.ALL,
+    suite: Annotated[
+        Suite, typer.Option(help="The suite of ml, kvcache or kvcache_engine, or all.")
+    ] = Suite.ALL,
     keyword: Annotated[
         str | None,
         typer.Option("-k", "--keyword", help="Select tests, as with pytest's -k.", show_default="all"),
     ] = None,
-    brief: Annotated[bool, typer.Option("--quick", help="Only the part that takes about a minute.")] = False,
+    brief: Annotated[
+        bool, typer.Option("--quick", help="Run only the part that takes about a minute.")
+    ] = False,
     first: Annotated[bool, typer.Option("--exitfirst", "-x", help="Stop at the first failure.")] = False,
     time_limit: Annotated[
         float,
-        typer.Option(metavar="SECONDS", min=0, max=1e6, help="A test that takes longer fails. 0: no limit."),
+        typer.Option(metavar="SECONDS", min=0, max=1e6, help="A test that takes longer fails; 0: no limit."),
     ] = 600.0,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -104,7 +111,7 @@ def conformance(
             _show(run, selection)
         outcomes = {result.outcome for result in run.results}
         if outcomes and not outcomes & {"pass", "FAIL"}:
-            typer.echo(f"No test passed: all of them were skipped, so {backend} is not checked.", err=True)
+            typer.echo(f"No test passed: all were skipped, so {backend} has not been tested.", err=True)
         if "FAIL" in outcomes or "pass" not in outcomes:
             raise typer.Exit(1)
 

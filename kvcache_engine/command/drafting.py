@@ -50,7 +50,7 @@ class Drafting:
     acceptance: Annotated[
         Accepting,
         typer.Option(
-            help="For sampled drafts: rejection keeps the distribution, exact the text of each seed.",
+            help="When sampling: rejection keeps the distribution, exact keeps the text of each seed.",
             case_sensitive=False,
         ),
     ] = Accepting.REJECTION
@@ -77,7 +77,7 @@ class Drafting:
             path = existing_model_path(Path(self.draft))
         except ModelError as error:
             raise RequestError(
-                f"--draft {error}; it must be {LOOKUP}, {MTP} or a model (--draft-tokens is how many)"
+                f"--draft {error}; it must be {LOOKUP}, {MTP} or a model (--draft-tokens sets their number)"
             ) from None
         runtime = runtime_for(path)
         if runtime is Runtime.OWN:
@@ -88,7 +88,7 @@ class Drafting:
             self._check_vocabulary(small.config, model)
         else:
             raise RequestError(
-                f"--draft {self.draft}: {runtime.value} computes it on {runtime.backend}; it must be on "
+                f"--draft {self.draft}: {runtime.value} runs it on {runtime.backend}; it must run on "
                 f"{model.backend.name}, like the model that it drafts for"
             )
         context = options.context_for(model.config)
@@ -99,7 +99,7 @@ class Drafting:
         theirs, ours = config.vocab_size, model.config.vocab_size
         if theirs != ours:
             raise RequestError(
-                f"--draft {self.draft}: a vocabulary of {theirs}; it must be that of the model, {ours}"
+                f"--draft {self.draft}: its vocabulary has {theirs} tokens; the model's has {ours}"
             )
 
 

@@ -69,7 +69,10 @@ ModelPath = Annotated[
 BackendName = Annotated[
     str,
     typer.Option(
-        "--backend", help="See: kvcache backends.", envvar="ML_BACKEND", autocompletion=backend_names
+        "--backend",
+        help="The backend; kvcache backends lists them.",
+        envvar="ML_BACKEND",
+        autocompletion=backend_names,
     ),
 ]
 Device = Annotated[str | None, typer.Option(help="A device name of the backend: cpu, cuda, mps ...")]
@@ -77,8 +80,8 @@ RuntimeName = Annotated[
     Runtime | None,
     typer.Option(
         "--runtime",
-        help="Whose code computes the model: ours, transformers' (on torch) or mlx-lm's (on mlx).",
-        show_default="ours where there is some, else what is installed",
+        help="The code that runs the model: our own (any backend), transformers (torch) or mlx-lm (mlx).",
+        show_default="own if it supports the model, else what is installed",
     ),
 ]
 TensorParallel = Annotated[
@@ -107,7 +110,7 @@ def _format_option(what: str, default: str) -> Any:
     )
 
 
-MaxTokens = Annotated[int, typer.Option(help="Maximum number of tokens per answer.", min=1)]
+MaxTokens = Annotated[int, typer.Option(help="Maximum number of tokens to generate.", min=1)]
 
 
 def finite(value: float | None) -> float | None:
@@ -126,7 +129,7 @@ BatchInvariant = Annotated[
     bool,
     typer.Option(
         "--batch-invariant",
-        help="Answers that depend neither on what is cached nor on other requests, bit for bit; slower.",
+        help="Give answers that do not depend on the cache or other requests, bit for bit; slower.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
@@ -173,7 +176,7 @@ class Place:
             return ml.open_backend(self.backend, **device_options(self.device))
         if self.device is not None:
             raise ml.DeviceError(
-                f"--device {self.device} and --devices {self.devices}: give one of them, not both"
+                f"--device {self.device} and --devices {self.devices} cannot be combined; use one of them"
             )
         return open_on_devices(self.backend, parse_devices(self.devices), config)
 
@@ -187,12 +190,12 @@ class Place:
             return chosen_runtime
         if self.backend not in ("numpy", chosen_runtime.backend):
             raise RequestError(
-                f"--backend {self.backend}: {chosen_runtime.value} computes on "
+                f"--backend {self.backend}: {chosen_runtime.value} runs on "
                 f"{chosen_runtime.backend}; omit --backend, or choose a model that --runtime own supports"
             )
         if self.devices is not None:
             raise RequestError(
-                f"--devices {self.devices} is for --runtime own; this is a model of {chosen_runtime.value}"
+                f"--devices {self.devices} requires --runtime own; this model runs in {chosen_runtime.value}"
             )
         return chosen_runtime
 
@@ -212,7 +215,7 @@ class Place:
                 yield load_model(path, backend, dtype, progress, mtp=mtp)
             return
         if mtp:
-            raise RequestError(f"--draft mtp is for --runtime own; this is a model of {runtime.value}")
+            raise RequestError(f"--draft mtp requires --runtime own; this model runs in {runtime.value}")
         with ml.open_backend(runtime.backend, **device_options(self.device)) as backend:
             yield load_foreign(runtime, path, backend, dtype)
 

@@ -88,17 +88,15 @@ def load(
     place: Place,
     max_tokens: MaxTokens = 128,
     sampling: Sampling,
-    out: Annotated[
-        Path | None, typer.Option(help="Save the continued conversation to this file.", show_default="no")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Save the continued conversation to this file.")] = None,
     as_json: Json = False,
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
     """Continue a saved conversation, on any backend, without computing it again.
 
-    The model must be the one that it was saved with, and its --runtime the same, unless that is known to
-    compute the same keys and values. Weights and cache have the same dtypes as then.
+    The model must be the one with which it was saved. The --runtime must be the same, or one that is known to
+    compute the same keys and values. Weights and cache get the dtypes with which it was saved.
 
     Example: kvcache load genesis.kv --prompt " And God said" --max-tokens 32
     """
@@ -118,10 +116,10 @@ def load(
                 theirs, own = runtime_of(saved.model), runtime_of(identity)
                 raise ConversationError(
                     f"{file} was saved with another model than {path}: its config.json or weights differ; "
-                    "give that with --model"
+                    "name the original with --model"
                     if theirs is own
-                    else f"{file} was saved with another --runtime: it is of a model of {theirs.value}, and "
-                    f"{path} is one of {own.value}; give --runtime {theirs.value}, and its --model"
+                    else f"{file} is of a model that runs in {theirs.value}, and {path} runs in {own.value}; "
+                    f"use --runtime {theirs.value}, and the original --model"
                 )
             tokens = [*saved.tokens, *tokenizer.encode_more(prompt, config.max_positions)]
             check_prompt(tokens, config, config.max_positions)

@@ -57,13 +57,13 @@ class Address:
         typer.Option(
             help="The key that clients must send; the environment variable keeps it out of the process list.",
             envvar="KVCACHE_API_KEY",
-            show_default="none is needed",
+            show_default="none is required",
         ),
     ] = None
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
-            help="A further name by which clients may call the server, as behind a proxy; *: any; repeatable."
+            help="Another Host name that clients may use, for example a proxy's; *: any. Repeatable."
         ),
     ] = None
 
@@ -74,12 +74,12 @@ class Room:
 
     max_sequences: Annotated[int, typer.Option(help="Requests that run at the same time.", min=1)] = 8
     capacity: Annotated[
-        int | None, typer.Option(help="Tokens per sequence.", min=2, show_default="the model's, to 4096")
+        int | None, typer.Option(help="Tokens per sequence.", min=2, show_default="the model's, at most 4096")
     ] = None
     context: Annotated[
         int | None,
         typer.Option(
-            help="Maximum tokens of one request, which may exceed its share of the cache.",
+            help="Maximum tokens of one request; may exceed --capacity.",
             min=2,
             show_default="--capacity",
         ),
@@ -102,19 +102,19 @@ class Room:
     ] = 128
     batch_invariant: BatchInvariant = False
     always_fetch: Annotated[
-        bool, typer.Option("--always-fetch", help="Ask stores even where computing was seen to be faster.")
+        bool, typer.Option("--always-fetch", help="Ask stores even if computing has proved faster.")
     ] = False
     read_ahead: Annotated[
-        str, typer.Option(help="Host memory for what is read from stores for requests that wait.")
+        str, typer.Option(help="Host memory for prefixes read from stores while requests wait.")
     ] = "256MiB"
-    backlog: Annotated[str, typer.Option(help="Host memory for what waits to be written to stores.")] = (
-        "256MiB"
-    )
+    backlog: Annotated[
+        str, typer.Option(help="Host memory for content that waits to be written to stores.")
+    ] = "256MiB"
 
     tenant_budget: Annotated[
         str | None,
         typer.Option(
-            help="What is kept at most for one cache_salt, as DEVICE/HOST: 64MiB/1GiB.",
+            help="Maximum kept per cache_salt, as DEVICE/HOST: 64MiB/1GiB.",
             show_default="no limit",
         ),
     ] = None
@@ -190,23 +190,23 @@ class Limits:
         "8MiB"
     )
     request_timeout: Annotated[
-        float, typer.Option(help="Seconds until a request is abandoned.", callback=_above_zero)
+        float, typer.Option(help="Seconds until a request is cancelled.", callback=_above_zero)
     ] = 600.0
     shutdown_timeout: Annotated[
         float,
-        typer.Option(help="Seconds for requests to finish when the server ends.", min=0, callback=finite),
+        typer.Option(help="Seconds for requests to finish at shutdown.", min=0, callback=finite),
     ] = 20.0
     write_interval: Annotated[
         float,
         typer.Option(
-            help="Seconds until prefixes that the stores did not take are offered again.",
+            help="Seconds until prefixes that the stores did not accept are offered again.",
             callback=_above_zero,
         ),
     ] = 60.0
     client_timeout: Annotated[
         float,
         typer.Option(
-            help="Seconds for a client to send a request's head, and each part of its body.",
+            help="Seconds for a client to send a request's headers, and for each pause in its body.",
             callback=_above_zero,
         ),
     ] = 30.0
@@ -229,9 +229,9 @@ def serve(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Serve a model with OpenAI's API; requests are batched, and prompts that begin alike share their cache.
+    """Serve a model with OpenAI's API; requests are batched, and common prefixes are computed once.
 
-    Ctrl-C, SIGTERM and SIGHUP end it: running requests can finish, and stores are written.
+    Ctrl-C, SIGTERM and SIGHUP stop it: running requests may finish, and stores are written.
 
     Example: kvcache serve --backend torch --port 8000 --store kept
     """
@@ -244,7 +244,7 @@ def serve(
                 raise
             raise ml.NotSupportedError(f"serve needs {name}: pip install 'ml-kvcache[server]'") from error
         if live and not draws(sys.stdout):
-            raise RequestError("serve: --live needs a terminal; /metrics has the same figures")
+            raise RequestError("serve: --live requires a terminal; /metrics has the same figures")
         path = place.path
         name = _name(address.name, place.model, path)
         if place.chosen is Runtime.OWN:

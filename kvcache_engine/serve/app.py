@@ -112,7 +112,7 @@ class _Service:
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name != self._name:
-            message = f"The model '{name}' does not exist; there is {self._name}"
+            message = f"The model '{name}' does not exist; this server has '{self._name}'"
             raise ApiError(404, message, "model", "model_not_found")
         return JSONResponse(self._record)
 
@@ -234,7 +234,7 @@ def _too_long(limit: int, prompt: int, count: int, wanted: int | None, least: st
 
 async def _failed(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code == 404:
-        error = ApiError(404, f"{request.url.path} is not served; there are {', '.join(PATHS)}")
+        error = ApiError(404, f"{request.url.path} is not served; this server has {', '.join(PATHS)}")
     elif isinstance(error, HTTPException):
         error = ApiError(error.status_code, str(error.detail), headers=error.headers)
     elif not isinstance(error, ApiError):

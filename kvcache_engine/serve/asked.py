@@ -125,7 +125,7 @@ class Fields:
         """Check the model's name; it may be absent."""
         name = self._fields.get("model")
         if name not in (None, served):
-            message = f"The model '{str(name)[:_SHOWN]}' does not exist; there is {served}"
+            message = f"The model '{str(name)[:_SHOWN]}' does not exist; this server has '{served}'"
             raise ApiError(404, message, "model", "model_not_found")
 
     def flag(self, name: str) -> bool:

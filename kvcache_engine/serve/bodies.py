@@ -22,7 +22,7 @@ async def json_body(request: Request, options: ServeOptions, deadline: float) ->
         async with asyncio.timeout_at(deadline):
             body = await _body(request, options.max_body, pause)
     except TimeoutError:
-        message = f"the body did not come within {within:g} seconds, or none of it for {pause:g} seconds"
+        message = f"the body did not arrive within {within:g} seconds, or paused for {pause:g} seconds"
         raise ApiError(408, message, code="timeout", headers={"connection": "close"}) from None
     check_json(request.headers)
     return body

@@ -36,13 +36,13 @@ class KeyGuard:
         if "transfer-encoding" in headers:
             if "content-length" in headers:
                 return ApiError(
-                    400, "the body has a Content-Length and a Transfer-Encoding; it must have one"
+                    400, "the body has a Content-Length and a Transfer-Encoding; send only one of them"
                 )
             if scope.get("http_version") == "1.0":
-                return ApiError(400, "the body has a Transfer-Encoding, which HTTP/1.0 does not know")
+                return ApiError(400, "the body has a Transfer-Encoding, which HTTP/1.0 does not support")
         if scope["path"] in OPEN or has_key(headers, self._api_key):
             return None
-        message = "this server needs its key: send the header 'Authorization: Bearer KEY'"
+        message = "this server requires an API key: send the header 'Authorization: Bearer KEY'"
         return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 

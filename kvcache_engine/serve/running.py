@@ -64,7 +64,7 @@ def serve(
         watched = contextlib.nullcontext() if watching is None else watching(worker)
         where = listening.getsockname()[0]
         if options.api_key is None and not is_loopback(where):
-            log.warning("anybody who reaches %s can use the model; --api-key requires a key", where)
+            log.warning("anyone who can reach %s can use the model; set a key with --api-key", where)
         config = configured(app, options, [where])
         told(memory_line(worker.engine))
         try:

@@ -80,7 +80,7 @@ class _Sessions:
             return sessions.delete(session_id, salt)
 
         if not await self._call(call):
-            raise ApiError(503, "a store did not delete what it has of this session; try again later")
+            raise ApiError(503, "a store could not delete its part of this session; try again later")
         return JSONResponse({"id": session_id, "object": "session.deleted", "deleted": True})
 
     async def _answer(
@@ -107,7 +107,7 @@ class _Sessions:
         try:
             body = await json_body(request, self._options, deadline)
         except ClientDisconnect:
-            raise ApiError(400, "the client has left") from None
+            raise ApiError(400, "the client has disconnected") from None
         fields = Fields(body or b"{}")
         fields.refuse(served)
         return fields

@@ -207,7 +207,7 @@ class Worker:
 
         def call(engine: Engine) -> None:
             if self._ending:
-                raise Stopped("the server is about to end")
+                raise Stopped("the server is shutting down")
             if len(engine.waiting) + len(engine.running) >= self.room:
                 self.dropped["refused"] += answers
                 waiting = self._options.max_waiting
@@ -238,7 +238,7 @@ class Worker:
         def call(engine: Engine) -> None:
             self._ending = True
             for event in self._fail(
-                engine, (*engine.running, *engine.waiting), Stopped("the server is ending")
+                engine, (*engine.running, *engine.waiting), Stopped("the server is shutting down")
             ):
                 self._dispatch(event)
 
@@ -286,7 +286,9 @@ class Worker:
                 events = engine.step()
             except Exception as error:
                 log.exception(
-                    "a pass failed, and its requests are cancelled: %s: %s", type(error).__name__, error
+                    "a forward pass failed, and its requests are cancelled: %s: %s",
+                    type(error).__name__,
+                    error,
                 )
                 # A model that failed once would fail them again.
                 before = engine.take_events()

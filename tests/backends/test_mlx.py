@@ -331,6 +331,32 @@ def test_pending_work_of_a_thread_that_ended_is_computed_by_another(
     assert in_thread(lambda: np.array(x.mul(ctx, x).native + 0)).tolist() == [16, 16, 16]
 
 
+def test_calls_of_mlx_in_the_shared_stream_form_one_graph(backend: MlxBackend, ctx: MlxContext) -> None:
+    x = ctx.full((3,), 2, DType.F32)
+    before = backend.work.epoch
+    with backend.shared_stream(), backend.shared_stream():  # a pass within a pass changes nothing
+        own = mx.ones((3,)) + x.native
+        y = ctx.from_native(own * 2).add(ctx, x)
+        y.copy(ctx, x)
+        z = ctx.from_native(y.native + x.native)
+        assert backend.work.epoch == before
+        other = in_thread(lambda: backend.new_context().from_native(mx.ones((3,)) + 1))
+    assert backend.work.epoch == before + 1
+    assert in_thread(z.to_numpy).tolist() == [16, 16, 16]
+    assert other.add(ctx, x).to_numpy().tolist() == [10, 10, 10]
+
+
+def test_an_error_in_the_shared_stream_ends_it(backend: MlxBackend, ctx: MlxContext) -> None:
+    default = mx.default_stream(mx.default_device())
+    with pytest.raises(KeyError), backend.shared_stream():
+        assert mx.default_stream(mx.default_device()) == backend.work.stream
+        raise KeyError
+    assert mx.default_stream(mx.default_device()) == default
+    before = backend.work.epoch
+    assert ctx.full((2,), 1, DType.F32).native.tolist() == [1, 1]
+    assert backend.work.epoch > before
+
+
 def test_threads_write_one_storage_and_lose_nothing(backend: MlxBackend, ctx: MlxContext) -> None:
     rows, threads = 60, 4
     shared = ctx.zeros((threads, rows, 8), DType.I32)

@@ -28,7 +28,7 @@ def test_contenders_take_turns_and_say_the_same(tmp_path: Path, capsys: pytest.C
         assert all(rate > 0 for [rates] in one["rounds"].values() for rate in rates[:2])
         assert (one["answers"], one["others"]) == (8, 0)
         assert one["peak"] > 50
-    assert "8 of 8" in capsys.readouterr().out
+    assert "8/8" in capsys.readouterr().out
 
 
 def test_aims_are_held_against_the_worst_of_what_was_found() -> None:
@@ -40,6 +40,6 @@ def test_aims_are_held_against_the_worst_of_what_was_found() -> None:
     batch = of({"1/200": 9, "32/200": 20, "32/0": 16})
     table = engines.aims({OWN: own, "engine, transformers' model": theirs, "generate_batch": batch})
     assert table.splitlines()[2:] == [
-        "| engine, transformers' model | engine, own model | 0.85 | 0.80 | 32, none shared | no |",
-        "| engine, transformers' model | generate_batch | 4 | 4.50 | 32, 200 shared | yes |",
+        "| engine, transformers' model | engine, own model | 0.85 | 0.80 | 32/0 | no |",
+        "| engine, transformers' model | generate_batch | 4 | 4.50 | 32/200 | yes |",
     ]

@@ -158,7 +158,7 @@ def test_a_turn_that_was_asked_for_before_another_one_was_said_is_refused(talk: 
     first, second = talk.say("abc", FEW), talk.say("d", FEW)
     list(first)
     text = talk.text()
-    with pytest.raises(RequestError, match=r"had 0 tokens when this turn was asked for"):
+    with pytest.raises(RequestError, match=r"had 0 tokens when this turn began"):
         next(second)
     assert talk.text() == text
     assert not talk.engine.busy
@@ -171,7 +171,7 @@ def test_a_turn_that_is_refused_or_fails_was_none(
     before = list(talk.current.tokens)
     with pytest.raises(TextTooLongError, match="301 tokens or more, and the maximum is 256; shorten it"):
         talk.say("x" * 300)
-    full = "main has 10 tokens and the text 251: more than the 256 that fit"
+    full = "main has 10 tokens and the text 251; together they may have 256"
     with pytest.raises(ConversationFullError, match=full):
         talk.say("x" * 250)
 
@@ -257,7 +257,7 @@ def test_conversations_share_and_stats_tell_it() -> None:
 
 NOAH = "And God said unto Noah,"
 FULL = "main is full; /undo removes its last turn, /switch NAME starts another"
-NO_ROOM = "main has 25 tokens and the text 3: more than the 24 that fit"
+NO_ROOM = "main has 25 tokens and the text 3; together they may have 24"
 TRANSCRIPTS: dict[str, tuple[list[str], list[str]]] = {
     "undo, show, save and load": (
         [NOAH, "/save {}/c.kv", "/undo", "/undo", "/load {}/c.kv", "/show", "/load {}/c.kv"],

@@ -183,7 +183,7 @@ def test_two_at_once_lose_nothing_of_each_other(store: Path) -> None:
         process.stdout.readline()
         chat(store, NOAH)
         _, errors = process.communicate("In the beginning\n/list\n", timeout=60)
-    assert errors.startswith("kvcache: main was written by another process meanwhile")
+    assert errors.startswith("kvcache: main has since been written by another process")
     assert chat(store, "/show", "/switch main-2", "/show").split("main-2:")[0].startswith(NOAH)
     assert chat(store, "/switch main-2", "/show").splitlines()[1].startswith("In the beginning")
 

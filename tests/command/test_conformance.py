@@ -99,7 +99,7 @@ def test_a_run_in_which_nothing_passed_is_no_success(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(conformance, "_run", lambda *_: skipped)
     result = run("--backend", "numpy")
     assert result.exit_code == 1
-    assert result.stderr == "No test passed: all of them were skipped, so numpy is not checked.\n"
+    assert result.stderr == "No test passed: all were skipped, so numpy has not been tested.\n"
 
 
 @pytest.mark.parametrize("width", [24, 60])

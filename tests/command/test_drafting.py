@@ -68,4 +68,4 @@ def test_a_draft_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes((bundled_model() / "model.safetensors").read_bytes())
     result = run(*WORDS, "--draft", tmp_path)
     assert result.exit_code != 0
-    assert "a vocabulary of 77; it must be that of the model" in result.output
+    assert "its vocabulary has 77 tokens; the model's has" in result.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import socket
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 
 pytest.importorskip("typer")
+
+from kvcache_engine.command import conformance
 
 from .cli_held import KVCACHE
 from .cli_rig import run
@@ -116,7 +119,7 @@ REFUSED = {
     "generate --prompt x --draft mtp": "no layer for multi-token prediction (model.layers.4.eh_proj.weight)",
     "generate --prompt x --draft /no/such/model": "--draft /no/such/model: no such model",
     "generate --model {model} --prompt x --cache-dtype q8_0": "cache_dtype=Q8_0: head_dim 8 in a cache of",
-    "generate --prompt x --draft 5": "(--draft-tokens is how many)",
+    "generate --prompt x --draft 5": "(--draft-tokens sets their number)",
     "serve --host-memory lots": "--host-memory='lots'; it must be a number of bytes",
     "generate --prompt x --draft lookup --tensor-parallel 2 --backend torch": "cannot be combined",
     "generate --prompt x --tensor-parallel 3": "this model supports 1, 2, 4, 6",
@@ -184,6 +187,7 @@ def test_what_cannot_be_done_is_one_line_and_nothing_is_written(
     elsewhere.mkdir()
     monkeypatch.chdir(here)
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.setattr(conformance, "EVERY_S", math.inf)  # no lines on how far it is, however long it takes
     with socket.create_server(("127.0.0.1", 0)) as taken:
         places = Places(elsewhere, make_model, taken.getsockname()[1])
         result = run(*(word.format_map(places) for word in shlex.split(line)))

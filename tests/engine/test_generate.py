@@ -322,7 +322,7 @@ def test_a_cache_that_does_not_fit_is_refused_before_it_is_made(small: Any) -> N
     cache = kvcache.CausalCache()
     with pytest.raises(CapacityError) as caught:
         Generator(small, None, cache, replace(options, capacity=101))
-    assert "a cache of 2 x 101 tokens in F32 needs 50.5 KiB, and 50.0 KiB are free on cpu" in str(
+    assert "a cache of 2 x 101 tokens in F32 needs 50.5 KiB, but only 50.0 KiB is free on cpu" in str(
         caught.value
     )
     assert "a capacity of at most 100 fits" in str(caught.value)

@@ -289,9 +289,11 @@ def test_tables_and_plots_are_those_of_the_figures(tmp_path: Path, monkeypatch: 
     report.write(tmp_path, {"models": {"one": record}})
     text = report.tables(report.load(tmp_path))
     assert text.startswith("### A model\n")
+    tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
+    assert [{row.count("|") for row in rows} for rows in tables] == [{7}, {7}]
     assert "| 40 | 3.9 KiB | 6,000.0 | 5,000.0 | 1,500.0 | 7.11e-06 Gb/s |" in text
     assert "Restoring pays from: 35 tokens at 8000 Gb/s; 15 tokens at no limit." in text
-    assert "| 0.05 Gb/s | 40 | computed all | 6,000.0 | 9,000.0 | 6,500.0 |" in text
+    assert "| 0.05 Gb/s | 40 | recomputed | 6,000.0 | 9,000.0 | 6,500.0 |" in text
     assert "| 1 Gb/s | 40 | fetched 39 | 1,000.0 | 1,500.0 | 6,500.0 |" in text
     assert report.plot(record).count(b"<svg") == 1
     assert report.load(tmp_path) == json.loads(json.dumps({"models": {"one": record}}))

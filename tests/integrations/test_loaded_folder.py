@@ -96,7 +96,7 @@ def refused(
     with caplog.at_level(logging.WARNING, "kvcache"):
         assert loaded.identity(ml.DType.F32, "mlx-lm", rotation) is None
     [record] = caplog.records
-    assert "processes with mlx-lm alone" in record.getMessage()
+    assert "only between processes with mlx-lm" in record.getMessage()
     assert reason in record.getMessage()
 
 

@@ -15,7 +15,7 @@ from .plants import BUGS
 def test_each_planted_bug_is_noticed(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ML_UNSHRUNK", "1")  # that a test fails is enough
     monkeypatch.setattr(properties, "SHOWN", 1)
-    monkeypatch.setattr(traces, "_shrink", lambda backend, setup, ops, error, computes: (ops, error))
+    monkeypatch.setattr(traces, "_shrink", lambda backend, trace, ops, error: (ops, error))
     planter = Planter(BUGS[file])
     pytest.main([file, "-q", "--tb=no", *UNUSED], plugins=[planter])
     assert not planter.unnoticed, "\n".join(planter.unnoticed)

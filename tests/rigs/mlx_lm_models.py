@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import BatchGenerator, generate_step
-from mlx_lm.models import gemma3_text, llama, llama4, qwen3_next
+from mlx_lm.models import gemma3_text, gpt_oss, llama, llama4, qwen3_next
 
 VOCAB = 97
 WINDOW = 8
@@ -76,6 +76,15 @@ def make_llama4(seed: int = 3, head_dim: int = 16) -> Any:
         "rms_norm_eps": 1e-5, "rope_scaling": None, "rope_theta": 1e4, "use_qk_norm": False,
     }  # fmt: skip
     return seeded(llama4.Model(llama4.ModelArgs(text_config=text, model_type="llama4")), seed)
+
+
+def make_gpt_oss(seed: int = 3, head_dim: int = 16) -> Any:
+    """Two layers with sinks: a sliding window of 8, and full attention."""
+    arguments = gpt_oss.ModelArgs(
+        num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW,
+        **{**SHAPE, "head_dim": head_dim},
+    )  # fmt: skip
+    return seeded(gpt_oss.Model(arguments), seed)
 
 
 MODELS: dict[str, Callable[..., Any]] = {"llama": make_llama, "gemma": make_gemma, "qwen": make_qwen}

@@ -350,5 +350,5 @@ def test_a_server_that_others_reach_without_a_key_says_so(tmp_path: Path) -> Non
     with command(log, "--host", host) as url:
         assert HTTP.get(f"{url}/v1/models").status_code == 200
     assert (
-        log.read_text().count(f"anybody who reaches {host} can use the model; --api-key requires a key") == 1
+        log.read_text().count(f"anyone who can reach {host} can use the model; set a key with --api-key") == 1
     )

@@ -212,7 +212,7 @@ def test_a_server_that_ends_gives_up_what_is_left_and_takes_nothing() -> None:
         gate.let(3)
         serving.worker.end_requests()
         for stream in streams:
-            with pytest.raises(Exception, match="Stopped: the server is ending"):
+            with pytest.raises(Exception, match="Stopped: the server is shutting down"):
                 list(stream)
         assert serving.ask(lambda engine: (len(engine.prefix.sessions), engine.busy)) == (0, False)
         reply = HTTP.post(f"{serving.url}/v1/completions", json=ENDLESS)

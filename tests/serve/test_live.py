@@ -159,4 +159,4 @@ def test_what_is_drawn_ends_with_an_engine_that_stops() -> None:
 def test_a_live_server_needs_a_terminal() -> None:
     done = run("serve", "--live")
     assert done.exit_code == 1
-    assert done.stderr == "kvcache: serve: --live needs a terminal; /metrics has the same figures\n"
+    assert done.stderr == "kvcache: serve: --live requires a terminal; /metrics has the same figures\n"

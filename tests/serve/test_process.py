@@ -110,7 +110,7 @@ def test_requests_that_take_too_long_at_the_end_are_told_so(tmp_path: Path) -> N
         stream = streamed(client, 500)
         next(stream)
         process.send_signal(signal.SIGTERM)
-        with pytest.raises(openai.APIError, match="the server is ending"):
+        with pytest.raises(openai.APIError, match="the server is shutting down"):
             list(stream)
         assert process.wait(timeout=60) == 0
     assert any((store / "pages").glob("*.entry"))

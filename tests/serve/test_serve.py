@@ -466,7 +466,9 @@ def test_other_paths_methods_and_sizes(serving: Serving) -> None:
 def test_a_path_that_is_not_served_names_those_that_are(serving: Serving) -> None:
     reply = httpx.post(f"{serving.url}/v1/responses", json={"input": PROMPT})
     message = reply.json()["error"]["message"]
-    assert message.startswith("/v1/responses is not served; there are /v1/chat/completions, /v1/completions,")
+    assert message.startswith(
+        "/v1/responses is not served; this server has /v1/chat/completions, /v1/completions,"
+    )
 
 
 # What goes wrong while answering.

@@ -1,6 +1,6 @@
-"""What is compiled: functions of JAX arrays, one program per shape and dtype.
+"""Compiled functions of JAX arrays, with one program per shape and dtype.
 
-Offsets and strides are arguments, not constants: a cache that writes one row further each step
+Offsets and strides are arguments, not constants, so a cache that writes one row further in each step
 runs the same program. F16 and BF16 are widened, computed in F32 and rounded once.
 """
 

@@ -1,4 +1,4 @@
-"""Tensors of JAX: geometry over a box that holds the array of the moment."""
+"""JAX tensors: geometry over a box that holds the current array."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of Paddle: a view is one ``as_strided``; what has no kernel for a dtype is done in a wider one."""
+"""Paddle tensors: a view is one ``as_strided``; a dtype without a kernel is computed in a wider one."""
 
 from __future__ import annotations
 

@@ -8,7 +8,13 @@
       remote_storage_plugin.kvcache.class_name: KVStoreConnector
       kvcache.store: "file:///var/cache/kv?budget=100GiB"
 
-LMCache loads ``connector``, which imports LMCache; ``chunks`` does not.
+In LMCache's multiprocess mode, an adapter of its server::
+
+    --l2-adapter '{"type": "plugin", "module_path": "kvcache.integrations.lmcache",
+        "class_name": "KVStoreL2Adapter",
+        "adapter_params": {"store": "file:///var/cache/kv?budget=100GiB"}}'
+
+LMCache loads ``connector`` or ``l2_adapter``, which import LMCache; ``chunks`` does not.
 """
 
 from __future__ import annotations
@@ -18,11 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvcache.integrations.lmcache.connector import KVStoreConnector
+    from kvcache.integrations.lmcache.l2_adapter import KVStoreL2Adapter
 
-__all__ = ["KVStoreConnector"]
+__all__ = ["KVStoreConnector", "KVStoreL2Adapter"]
+
+_MODULES = {"KVStoreConnector": "connector", "KVStoreL2Adapter": "l2_adapter"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "KVStoreConnector":
-        return importlib.import_module("kvcache.integrations.lmcache.connector").KVStoreConnector
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"kvcache.integrations.lmcache.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""LMCache's chunks as entries of stores, and the options of the connector; imports no LMCache."""
+"""LMCache's chunks as entries of stores, and the options of connector and adapter; imports no LMCache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcache.integrations.open_stores import check_number, parse_options
 from kvcache.stores import SerializedSnapshot, SnapshotCorruptError, files_digest
 from kvcache.stores.composing import digest_of
 
-__all__ = ["ChunkShape", "ConnectorOptions", "chunk_key", "identity_of_model"]
+__all__ = ["ChunkShape", "ConnectorOptions", "chunk_key", "identity_of_model", "object_key"]
 
 PREFIX = "kvcache."
 """The prefix of our options in ``extra_config``."""
@@ -23,7 +23,7 @@ META = "lmcache_chunk"
 
 @dataclass(frozen=True, slots=True)
 class ConnectorOptions:
-    """The options of ``KVStoreConnector``, checked.
+    """The options of ``KVStoreConnector`` and ``KVStoreL2Adapter``, checked.
 
     ``store``: URLs, nearest first; they are read in order, and all are written. ``threads``: the number of
     threads for reads and writes. ``identity`` replaces the digest of the model's files.
@@ -41,19 +41,27 @@ class ConnectorOptions:
             for name, value in extra_config.items()
             if name.startswith(PREFIX)
         }
-        options = parse_options("extra_config", ours, [field.name for field in fields(cls)], PREFIX)
-        check_number(f"extra_config: {PREFIX}threads", options.get("threads", 1), int, 1)
+        return cls.of("extra_config", ours, PREFIX)
+
+    @classmethod
+    def of(cls, where: str, given: Mapping[str, Any], prefix: str = "") -> Self:
+        """Raises InvalidRangeError for an unknown option and for an invalid value."""
+        options = parse_options(where, given, [field.name for field in fields(cls)], prefix)
+        check_number(f"{where}: {prefix}threads", options.get("threads", 1), int, 1)
         return cls(**options)
 
 
-def identity_of_model(name: str) -> dict[str, Any]:
+def identity_of_model(name: str, reader: str = "KVStoreConnector") -> dict[str, Any]:
     """A digest of the files of a model, by its folder or its name on the hub.
 
     Raises UnknownModelError if they are not on this machine.
     """
     folder = model_folder(name)
     if folder is None:
-        raise unknown_weights("KVStoreConnector", repr(name), f"extra_config: {PREFIX}identity")
+        option = (
+            f"extra_config: {PREFIX}identity" if reader == "KVStoreConnector" else "adapter_params: identity"
+        )
+        raise unknown_weights(reader, repr(name), option)
     return {"files": files_digest(folder)}
 
 
@@ -66,6 +74,15 @@ def chunk_key(identity: Mapping[str, Any], key: Any) -> str:
     named: dict[str, Any] = {field.name: getattr(key, field.name) for field in fields(key)}
     del named["request_configs"]
     return digest_of(identity, type(key).__name__, {**named, "dtype": str(key.dtype)})
+
+
+def object_key(identity: Mapping[str, Any], key: Any) -> str:
+    """An entry's key; ``key`` is an object's in multiprocess mode, which names the model, rank, group of
+    layers, tokens and salt.
+    """
+    return digest_of(
+        identity, type(key).__name__, {field.name: getattr(key, field.name) for field in fields(key)}
+    )
 
 
 @dataclass(frozen=True)

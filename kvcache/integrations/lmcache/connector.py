@@ -56,7 +56,11 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
         self._stores = StoresInUse(options.store, 0)
         self._tier = self._stores.tier
         self._threads = ThreadPoolExecutor(options.threads, thread_name_prefix="kvcache-lmcache")
-        log.info("KVStoreConnector: chunks go to %s", ", ".join(options.store))
+        log.info(
+            "KVStoreConnector: chunks go to %s, from this process; LMCache's multiprocess server asks no "
+            "remote storage plugin: there, name KVStoreL2Adapter in --l2-adapter",
+            ", ".join(options.store),
+        )
 
     async def exists(self, key: Any) -> bool:
         """Whether a chunk is stored. It becomes the most recently used."""

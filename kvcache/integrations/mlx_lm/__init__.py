@@ -16,7 +16,6 @@ For mlx-lm 0.32.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ except ImportError as error:
     ) from error
 
 from kvcache.cache import InvalidRangeError, check_whole
+from kvcache.integrations.conversations import show_options
 from kvcache.integrations.mlx_lm.attention import ChunkedKVCache, KVCache, RotatingKVCache
 from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
 from kvcache.integrations.mlx_lm.layers import Attention, Recurrent, Several, layers_of
@@ -100,15 +100,8 @@ def uninstall(model: Any) -> None:
     vars(model).pop("make_cache", None)
 
 
-_shown = [
-    inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-    *(
-        option.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for option in inspect.signature(PoolOptions).parameters.values()
-    ),
-]
-for _takes_options in (CachePool, make_prompt_cache, install):  # for help and completion
-    setattr(_takes_options, "__signature__", inspect.Signature(_shown))  # noqa: B010
+for _takes_options in (CachePool, make_prompt_cache, install):
+    show_options(_takes_options, "model", PoolOptions)
 
 
 def rewind(prompt_cache: Sequence[Any], position: int) -> int:

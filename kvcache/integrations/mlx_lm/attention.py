@@ -30,7 +30,9 @@ from kvcache.integrations.mlx_lm.masks import (
 from kvcache.integrations.mlx_lm.packed import Given
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 
-__all__ = ["Bystander", "ChunkedKVCache", "KVCache", "RotatingKVCache", "attend_by_entries"]
+__all__ = [
+    "Bystander", "ChunkedKVCache", "KVCache", "QuantizedKVCache", "RotatingKVCache", "attend_by_entries",
+]  # fmt: skip
 
 
 _schedule: Any = mx.async_eval
@@ -219,6 +221,19 @@ class Attending(LayerCache):
             lambda: storage.codes(self.layer, claimed[0].seq) if len(claimed) == 1 else None,
         )
 
+    def _groups(self) -> tuple[Any, Any]:
+        """Words, scales and biases of K and of V of all rows, which have the same number of tokens, as in
+        mlx-lm's QuantizedKVCache; (None, None) while nothing is stored.
+        """
+        self.rows.settle()
+        each = [self._storage.codes(self.layer, claim.seq) for claim in self.rows.claimed]
+        rows = [codes.parts for codes in each if codes is not None]
+        if not rows:
+            return None, None
+        parts = [mx.concatenate(part) for part in zip(*rows, strict=True)]
+        parts = [mx.view(x, mx.uint32) if x.dtype == mx.int32 else x for x in parts]
+        return parts[:3], parts[3:]
+
     def _saved_offset(self) -> int | BatchState:
         """The number of tokens of each row, if the rows may be saved together."""
         lengths = self.rows.lengths_for(self._seen)
@@ -250,17 +265,15 @@ def _to_quantized(self: Attending, group_size: int = 64, bits: int = 4) -> Any:
             "cache for; store them quantized here instead: dtype=ml.DType.Q8_0 or Q4_0"
         )
     made = mlx_caches.QuantizedKVCache(group_size=group_size, bits=bits)
-    if self._storage.is_affine(bits, group_size):
-        self.rows.settle()
-        codes = self._storage.codes(self.layer, self.rows.claimed[0].seq)
-        if codes is not None:
-            parts = [mx.view(x, mx.uint32) if x.dtype == mx.int32 else x for x in codes.parts]
-            made.keys, made.values, made.offset = parts[:3], parts[3:], parts[0].shape[2]
-        return made
-    keys, values = self._stored()
-    if keys is not None:
-        made.keys, made.values = (mx.quantize(x, group_size=group_size, bits=bits) for x in (keys, values))
-        made.offset = keys.shape[2]
+    if self._storage.groups == (group_size, bits):
+        made.keys, made.values = self._groups()
+    else:
+        keys, values = self._stored()
+        if keys is not None:
+            pair = (mx.quantize(x, group_size=group_size, bits=bits) for x in (keys, values))
+            made.keys, made.values = pair
+    if made.keys is not None:
+        made.offset = made.keys[0].shape[2]
     return made
 
 
@@ -268,6 +281,17 @@ class KVCache(Attending, OwnKVCache):  # type: ignore[misc]
     """K and V of a layer that attends to all of the past."""
 
     to_quantized = _to_quantized
+
+
+class QuantizedKVCache(KVCache):
+    """The same in a pool that stores mlx-lm's own groups: saved as its QuantizedKVCache, code by code."""
+
+    def saved(self) -> Any:
+        """The state that mlx-lm's QuantizedKVCache loads: codes of K and V, offset, group size and bits."""
+        offset = self._saved_offset()
+        keys, values = (None, None) if isinstance(offset, BatchState) else self._groups()
+        assert self._storage.groups is not None
+        return keys, values, offset, *self._storage.groups
 
 
 class RotatingKVCache(Attending, OwnRotatingKVCache):  # type: ignore[misc]

@@ -1,8 +1,8 @@
-"""The codes of quantized pools in files of ``save_prompt_cache``, besides the dequantized values. mlx-lm's
-classes load the values. A pool of the same format loads the codes, since quantizing the values again would
-change them in formats with fitted scales. In the file, the codes look like one more entry: for each layer the
-format, the dtype of the activations, and the parts of K and V. mlx-lm's loader makes only the entries whose
-classes the file names, and ignores it.
+"""The codes of quantized layers that mlx-lm has no class for, in files of ``save_prompt_cache``: windows,
+chunks, and formats other than its groups. mlx-lm's classes load their dequantized values. A pool of the same
+format loads the codes, since quantizing the values again would change them in formats with fitted scales. In
+the file, the codes look like one more entry: for each layer the format, the dtype of the activations, and the
+parts of K and V. mlx-lm's loader makes only the entries whose classes the file names, and ignores it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvcache.integrations.mlx_lm.layers import Layer, Recurrent, mlx_caches
+from kvcache.integrations.mlx_lm.layers import Attention, Layer, entries_in, mlx_caches
 from kvcache.integrations.mlx_lm.storage import Codes
 
 __all__ = ["SavedState", "codes_in", "keep_codes"]
@@ -61,17 +61,22 @@ def _listed(codes: Codes | None) -> list[Any]:
     return [] if codes is None else [codes.format, codes.activations, *codes.parts]
 
 
-def codes_in(file_name: str, entries: int, layers: Sequence[Layer]) -> dict[int, Codes]:
-    """By layer, the codes in a file with this number of ``entries``: of all layers with K and V, or of
-    none.
+def codes_in(file_name: str, loaded: Sequence[Any], layers: Sequence[Layer]) -> dict[int, Codes]:
+    """By layer, the codes in a file of which mlx-lm has ``loaded`` the entries: of all layers whose K and V
+    it loaded as values, or of none.
     """
     arrays: Any = mx.load(file_name)
     listed: dict[int, dict[int, Any]] = {}
     for name, array in arrays.items():
         at = name.split(".")
-        if len(at) == 3 and at[0] == str(entries) and at[1].isdecimal() and at[2].isdecimal():
+        if len(at) == 3 and at[0] == str(len(loaded)) and at[1].isdecimal() and at[2].isdecimal():
             listed.setdefault(int(at[1]), {})[int(at[2])] = array
-    wanted = {i for i, layer in enumerate(layers) if not isinstance(layer, Recurrent) and layer.used}
+    pairs = enumerate(zip(layers, entries_in(loaded), strict=False))
+    wanted = {
+        i
+        for i, (layer, entry) in pairs
+        if isinstance(layer, Attention) and layer.used and not isinstance(entry, mlx_caches.QuantizedKVCache)
+    }
     if set(listed) != wanted or any(set(parts) != set(range(len(parts))) for parts in listed.values()):
         return {}
     return {i: _read([parts[k] for k in range(len(parts))]) for i, parts in listed.items()}

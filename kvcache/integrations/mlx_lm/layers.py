@@ -16,7 +16,10 @@ from mlx_lm.models import cache
 
 from kvcache.cache import NotSupportedError, check_whole
 
-__all__ = ["Attention", "Layer", "Recurrent", "Several", "entries_in", "flat", "layers_of", "wanted_by"]
+__all__ = [
+    "Attention", "Layer", "Recurrent", "Several", "computes_over_groups", "entries_in", "flat", "layers_of",
+    "wanted_by",
+]  # fmt: skip
 
 mlx_caches: Any = cache
 """``mlx_lm.models.cache``, which is only partly typed."""
@@ -159,6 +162,29 @@ def wanted_by(model: Any, max_kv_size: int | None = None) -> list[Any]:
             "keep, and mlx-lm ignores max_kv_size for such a model. Omit it, and limit memory with capacity="
         )
     return [mlx_caches.RotatingKVCache(max_size=max_kv_size, keep=KEEP) for _ in model.layers]
+
+
+def computes_over_groups(model: Any, layers: Iterable[Layer], group_size: int, bits: int) -> bool:
+    """Whether mlx-lm's model computes over QuantizedKVCache in the place of its KVCache. Latents and sinks do
+    not. Nothing is computed here, since MLX is lazy.
+    """
+    if any(isinstance(layer, Attention) and (layer.keys_only or layer.assigned) for layer in layers):
+        return False
+
+    def quantized(entry: Any) -> Any:
+        if type(entry) is mlx_caches.CacheList:
+            return mlx_caches.CacheList(*map(quantized, entry.caches))
+        if type(entry) is not mlx_caches.KVCache:
+            return entry
+        return mlx_caches.QuantizedKVCache(group_size=group_size, bits=bits)
+
+    wanted = [quantized(entry) for entry in wanted_by(model)]
+    try:
+        for tokens in (2, 1):  # a prompt's mask, and a step's
+            model(mx.zeros((1, tokens), mx.int32), cache=wanted)
+    except Exception:  # the error of a model that cannot is up to the model
+        return False
+    return True
 
 
 _COMPRESSED = "mlx_lm.models.deepseek_v41"

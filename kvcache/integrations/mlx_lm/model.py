@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -27,7 +28,7 @@ from kvcache.integrations.mlx_lm.padding import keep_whole_steps
 from kvcache.integrations.mlx_lm.pool import called_by, entries_of, layers_tried, prompt_cache_of
 from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.sequences import SequencePool
-from kvcache.integrations.mlx_lm.storage import Storage
+from kvcache.integrations.mlx_lm.storage import PoolOptions, Storage
 from kvcache.integrations.rows.driven import LOOKBACK, DrivenModel, Layout, Sizes, positions_in
 from kvcache.snapshots.layer_shapes import layers_of_cache
 from kvcache.stores import Part
@@ -78,6 +79,7 @@ class MLXModel(DrivenModel):
         self.model, self._config = model, dict(config or {})
         self._folder: LoadedFolder | None = None
         self.backend = ml.open_backend("mlx") if backend is None else backend
+        self._shared_stream = getattr(self.backend, "shared_stream", contextlib.nullcontext)
         keep_whole_steps()
         self._layers, self._one_length = layers_tried(model, asked, self.backend)
         new = self._storage()
@@ -111,18 +113,19 @@ class MLXModel(DrivenModel):
     def _storage(self, cache: Any = None) -> Storage:
         """The storage of the layers in a cache made by ``make_cache``; None: in a new cache."""
         ctx = self.backend.new_context()
-        return Storage(self._layers, ctx, LOOKBACK, 24, 256, self._one_length, cache)
+        options = PoolOptions(rollback=LOOKBACK, checkpoints=24)
+        return Storage(self._layers, ctx, options, self._one_length, cache)
 
     def variant(self) -> Part:
         """Identifies adapters and changes of the weights since construction."""
         return self._adapters.variant()
 
     def identity(self) -> dict[str, str]:
-        """Names the weights, the config and the dtype for stores: JSON-able. Reads all weights once.
+        """The identity of weights, config and dtype for stores, in JSON values; reads all weights once.
 
-        Of a model from ``load``, ``kvcache.stores.identity_of`` its folder, which other runtimes have too, if
-        these compute the same keys and values from it; else the log says why not, and only processes with
-        mlx-lm have it.
+        For a model from ``load`` this is ``kvcache.stores.identity_of`` of its folder, which other runtimes
+        share if they compute the same keys and values from it. Otherwise the log says why not, and only
+        processes with mlx-lm share it.
         """
         if self._folder is not None:
             rotation = {name: self._args.get(name) for name in ("rope_theta", "rope_scaling")}
@@ -147,6 +150,13 @@ class MLXModel(DrivenModel):
         outputs: np.ndarray,
     ) -> ml.Tensor:  # fmt: skip
         """Logits F32 (outputs, vocabulary) of one call of the model, which is one pass of the cache."""
+        with self._shared_stream():  # logits that nobody asks for are not computed
+            return self._call(ctx, cache, ids, positions, sequences, outputs)
+
+    def _call(
+        self, ctx: ml.Context, cache: Any, ids: Any, positions: np.ndarray, sequences: np.ndarray,
+        outputs: np.ndarray,
+    ) -> ml.Tensor:  # fmt: skip
         storage = self._storage_for(cache)
         storage.ctx = ctx
         tokens = ids.native if hasattr(ids, "native") else mx.array(ids.astype(np.int32))

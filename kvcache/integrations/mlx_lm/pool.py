@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 import ml
-from kvcache.cache import CacheDType, InvalidRangeError, check_whole
-from kvcache.integrations.conversations import check_known, invariant_config
+from kvcache.cache import InvalidRangeError
+from kvcache.integrations.conversations import invariant_config
 from kvcache.integrations.mlx_lm.attention import (
     Bystander,
     ChunkedKVCache,
     KVCache,
+    QuantizedKVCache,
     RotatingKVCache,
     attend_by_entries,
 )
 from kvcache.integrations.mlx_lm.calls import takes_one_length, told_by
 from kvcache.integrations.mlx_lm.codes import keep_codes
 from kvcache.integrations.mlx_lm.layer_cache import CacheList, LayerCache
-from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent, Several, layers_of
+from kvcache.integrations.mlx_lm.layers import (
+    Attention,
+    Layer,
+    Recurrent,
+    Several,
+    computes_over_groups,
+    layers_of,
+)
 from kvcache.integrations.mlx_lm.locking import PoolLock
 from kvcache.integrations.mlx_lm.loops import keep_prompt_caches
 from kvcache.integrations.mlx_lm.padding import keep_whole_steps, with_padding_told
 from kvcache.integrations.mlx_lm.recurrent import ArraysCache, CompressedCache
 from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.sequences import SequencePool
-from kvcache.integrations.mlx_lm.storage import Storage
+from kvcache.integrations.mlx_lm.storage import PoolOptions, Storage
 
 __all__ = ["CachePool", "PoolOptions", "called_by", "entries_of", "layers_tried", "prompt_cache_of"]
 
@@ -37,51 +44,6 @@ _DTYPES = {mx.float32: ml.DType.F32, mx.float16: ml.DType.F16, mx.bfloat16: ml.D
 
 PREFILL = 2048
 """The expected tokens per row of the largest pass: mlx-lm's own ``prefill_step_size``."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolOptions:
-    """The options of a CachePool.
-
-    Up to ``max_sequences`` rows, copies and finished conversations exist at once, of up to ``capacity``
-    tokens each. ``dtype`` is the storage format of K and V (None: the model's dtype): an MLX dtype, or any
-    format of ``Cache.init``, such as ``ml.DType.Q8_0``, "AFFINE8_64" or a pair. ``rollback`` is the number of
-    tokens that sliding layers keep beyond their windows, so that they can be trimmed. ``checkpoints`` of the
-    states of recurrent layers are kept per sequence, one every ``checkpoint_interval`` tokens, for
-    ``rewind``. ``max_batch`` is the largest number of tokens in a pass, over all rows (None: 2048 per
-    sequence). ``max_kv_size``, at least 5, is as in mlx-lm: a layer keeps the first 4 tokens permanently and
-    the last ``max_kv_size - 4``, and rows have unlimited length. A query in a pass of several tokens sees
-    what it sees with mlx-lm's RotatingKVCache, which differs slightly (see ``masks.seen_beside_kept``).
-    ``backend`` is an open MLX backend (None: a new one), ``batch_invariant`` as in ``ml.CacheConfig``.
-    """
-
-    capacity: int = 4096
-    max_sequences: int = 1
-    dtype: CacheDType | None = None
-    rollback: int = 64
-    checkpoints: int = 4
-    checkpoint_interval: int = 256
-    max_batch: int | None = None
-    max_kv_size: int | None = None
-    backend: ml.Backend | None = None
-    batch_invariant: bool = False
-
-    @classmethod
-    def of(cls, op: str, options: Mapping[str, Any]) -> PoolOptions:
-        """The options from keywords. Raises InvalidRangeError for an unknown name or an invalid size."""
-        check_known(op, options, [field.name for field in fields(cls)])
-        checked = cls(**options)
-        for name, least in _LEAST.items():
-            size = getattr(checked, name)
-            if size is not None:
-                check_whole(op, name, size, least)
-        return checked
-
-
-_LEAST = {
-    "capacity": 1, "max_sequences": 1, "rollback": 0, "checkpoints": 0, "checkpoint_interval": 1,
-    "max_batch": 1,
-}  # fmt: skip
 
 
 class CachePool:
@@ -124,14 +86,15 @@ class CachePool:
         if not listed:
             layers, one_length = layers_tried(model, layers, self.backend)
         ctx = self.backend.new_context()
-        self.storage = Storage(
-            layers, ctx, rollback, asked.checkpoints, asked.checkpoint_interval, one_length
-        )
+        self.storage = Storage(layers, ctx, asked, one_length)
         largest = max_sequences * min(capacity, PREFILL) if asked.max_batch is None else asked.max_batch
         if asked.batch_invariant:
             self.storage.cache.set_config(invariant_config(self.backend))
         self.storage.init(self.backend, _stored_dtype(asked.dtype), max_sequences, capacity, largest)
-        caches = self.storage.caches
+        caches, groups = self.storage.caches, self.storage.groups
+        self.storage.saves_groups = groups is not None and (
+            listed or computes_over_groups(model, self.storage.layers, *groups)
+        )
         if not listed:
             called_by(model, self.storage)
         keep_prompt_caches()
@@ -212,7 +175,7 @@ def called_by(model: Any, storage: Storage) -> None:
 
 def prompt_cache_of(storage: Storage, rows: BatchRows) -> list[Any]:
     """The entries of a prompt cache of these rows."""
-    return entries_of(storage, lambda layer, i: _kind(layer)(rows, i))
+    return entries_of(storage, lambda layer, i: _kind(layer, storage.saves_groups)(rows, i))
 
 
 def entries_of(storage: Storage, made: Callable[[Layer, int], Any]) -> list[Any]:
@@ -231,11 +194,13 @@ def _stored_dtype(dtype: Any) -> Any:
     return _DTYPES.get(dtype, dtype) if isinstance(dtype, mx.Dtype) else dtype
 
 
-def _kind(layer: Layer) -> type[LayerCache]:
+def _kind(layer: Layer, saves_groups: bool) -> type[LayerCache]:
     if isinstance(layer, Recurrent):
         return CompressedCache if layer.names else ArraysCache
     if not layer.used:
         return Bystander
     if layer.chunked:
         return ChunkedKVCache
-    return KVCache if layer.window is None else RotatingKVCache
+    if layer.window is not None:
+        return RotatingKVCache
+    return QuantizedKVCache if saves_groups and not layer.keys_only else KVCache

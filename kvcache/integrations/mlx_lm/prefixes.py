@@ -15,8 +15,7 @@ from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.quantized import QuantizedEmbedding
 from mlx_lm.generate import generate_step
 
-import ml
-from kvcache.cache import CacheDType, ClosedError, InvalidRangeError, KVCacheError
+from kvcache.cache import ClosedError, InvalidRangeError, KVCacheError
 from kvcache.integrations.conversations import Conversation, SharedPrefixes, prefix_options
 from kvcache.integrations.mlx_lm.adapters import Adapters
 from kvcache.integrations.mlx_lm.layers import Attention
@@ -91,6 +90,10 @@ class MLXSession(Conversation):
             self._owner._left(self._session)
 
 
+_CACHE_OPTIONS = ("dtype", "rollback", "backend")
+"""The fields of PoolOptions that an MLXPrefixCache takes by the same name."""
+
+
 class MLXPrefixCache(SharedPrefixes):
     """A ``kvcache.PrefixCache`` for a model of mlx-lm, sliding and hybrid ones included.
 
@@ -111,13 +114,11 @@ class MLXPrefixCache(SharedPrefixes):
         *,
         max_sequences: int = 4,
         capacity: int = 4096,
-        dtype: CacheDType | None = None,
-        rollback: int = 64,
-        backend: ml.Backend | None = None,
         batch_invariant: bool = False,
         **options: Any,
     ) -> None:
-        """``options`` are PrefixCache's: ``budget``, ``tiers``, ``identity``, ``block_size`` and its options.
+        """``options`` are ``dtype``, ``rollback`` and ``backend``, as in ``PoolOptions``, and PrefixCache's:
+        ``budget``, ``tiers``, ``identity``, ``block_size`` and its options.
 
         ``batch_invariant``: answers do not depend on the cache's content, bit for bit; prompts are evaluated
         in blocks of ``block_size`` tokens, and only such blocks are reused, not answers.
@@ -128,12 +129,12 @@ class MLXPrefixCache(SharedPrefixes):
         Raises NotSupportedError for unsupported layers, as CachePool does, and for ``tiers`` with a model
         that is split over ranks (``model.shard``).
         """
-        self._check_options(MLXPrefixCache, options, _ranks_of(model))
+        self._check_options(MLXPrefixCache, options, _CACHE_OPTIONS, _ranks_of(model))
         self.model = model
         self.adapters = Adapters(model)
         self.pool = CachePool(
-            model, capacity=capacity, max_sequences=max_sequences, dtype=dtype, rollback=rollback,
-            backend=backend, batch_invariant=batch_invariant,
+            model, capacity=capacity, max_sequences=max_sequences, batch_invariant=batch_invariant,
+            **{name: options.pop(name) for name in _CACHE_OPTIONS if name in options},
         )  # fmt: skip
         if batch_invariant:
             options["whole_blocks"] = True
@@ -150,10 +151,19 @@ class MLXPrefixCache(SharedPrefixes):
             self.pool.close()
             raise
 
-    def begin(self, tokens: Sequence[int], salt: str = "", shared: int = 0) -> MLXSession:
+    def begin(
+        self,
+        tokens: Sequence[int],
+        salt: str = "",
+        shared: int = 0,
+        *,
+        session_id: str = "",
+        next_use: float | None = None,
+    ) -> MLXSession:
         """Start a conversation with a prompt, from its longest cached prefix. ``salt`` and ``shared`` control
-        sharing, as in ``PrefixCache.begin``. With adapters, prefixes are shared among conversations whose
-        adapters have the same content and scales.
+        sharing, ``session_id`` and ``next_use`` say whose request it is, as in ``PrefixCache.begin``; ``with
+        cache.lock:``, ``prefix.agent_sessions`` closes, retains or deletes what an agent used. With
+        adapters, prefixes are shared among conversations whose adapters have the same content and scales.
         """
         self.check_open("begin")
         room = self.pool.room
@@ -169,7 +179,9 @@ class MLXPrefixCache(SharedPrefixes):
                 self.pool.lock.wait(1.0)  # a thread may end without closing its conversation
             self.pool.sequences.current = None
             variant = self.adapters.variant()
-            session = self.prefix.begin(tokens, salt, shared, variant=variant)
+            session = self.prefix.begin(
+                tokens, salt, shared, variant=variant, session_id=session_id, next_use=next_use
+            )
             self._claims[session.seq] = threading.current_thread(), claim
             return MLXSession(self, session, variant)
 
@@ -201,6 +213,8 @@ class MLXPrefixCache(SharedPrefixes):
         prefill_step_size: int = 512,
         salt: str = "",
         shared: int = 0,
+        session_id: str = "",
+        next_use: float | None = None,
         **options: Any,
     ) -> Iterator[tuple[int, Any]]:
         """As mlx-lm's ``generate_step`` with its ``options``, for one conversation, from the cached prefix.
@@ -226,7 +240,7 @@ class MLXPrefixCache(SharedPrefixes):
         asked = options.get("max_tokens", _MAX_TOKENS)
         options["max_tokens"] = self.pool.sequences.fitting("generate", len(tokens), asked)
         said: list[int] = []
-        with self.begin(tokens, salt, shared) as session:
+        with self.begin(tokens, salt, shared, session_id=session_id, next_use=next_use) as session:
             last = session.prefill(prefill_step_size, progress)
             steps = generate_step(last, self.model, prompt_cache=session.prompt_cache, **options)
             try:

@@ -1,6 +1,7 @@
 """Converts prompt caches of mlx-lm, from memory or from a file. Saving needs no function here: mlx-lm's
 ``save_prompt_cache`` writes our prompt caches, and its ``load_prompt_cache`` reads the file as its own
-caches. The file also has the codes of quantized pools (``codes``).
+caches. Groups of mlx-lm's own format are saved as its QuantizedKVCache; for other quantized layers the file
+has values for mlx-lm, and codes for us (``codes``).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def load_prompt_cache(
         )
     try:
         loaded, metadata = mlx_caches.load_prompt_cache(file_name, return_metadata=True)
-        codes = codes_in(file_name, len(loaded), pool.storage.layers)
+        codes = codes_in(file_name, loaded, pool.storage.layers)
     except (ValueError, RuntimeError, LookupError, TypeError) as error:
         raise InvalidRangeError(
             f"load_prompt_cache: {file_name} cannot be read as what save_prompt_cache writes ({error}); "
@@ -65,13 +66,12 @@ def load_prompt_cache(
 def adopt(prompt_cache: Sequence[Any], pool: CachePool, tokens: int | None = None) -> list[Any]:
     """A prompt cache of ``pool`` with the content of a prompt cache of mlx-lm's own classes; copies the data.
     Codes of quantized entries are copied if the pool has the same groups (``dtype="AFFINE4_64"``, for
-    example), else they are dequantized and stored in the pool's format. For a file of a quantized pool,
-    mlx-lm's own loader returns values, which are quantized again; this package's ``load_prompt_cache`` loads
-    the codes.
+    example), else they are dequantized and stored in the pool's format. A file of a quantized pool has codes
+    that only this package's ``load_prompt_cache`` loads, wherever mlx-lm's own loader returns values; these
+    are quantized again here.
 
     mlx-lm's recurrent entries do not know how many tokens they have seen. If all layers are recurrent,
-    ``tokens`` gives the number; None counts as one, so ``offset`` and ``rewind`` are then too small by the
-    rest.
+    ``tokens`` gives the number; None counts as one token, and ``offset`` and ``rewind`` are then too small.
 
     Raises InvalidRangeError if the two belong to different models or ``tokens`` is wrong, NotSupportedError
     for classes that ``CachePool`` does not replace, CacheFullError and SequencesTakenError if it does not
@@ -194,7 +194,7 @@ def _codes_of(entry: Any, storage: Storage) -> Codes | None:
     """Words, scales and biases of K and then V from mlx-lm's QuantizedKVCache, if the pool has the same
     format.
     """
-    if entry.keys is None or not storage.is_affine(entry.bits, entry.group_size):
+    if entry.keys is None or storage.groups != (entry.group_size, entry.bits):
         return None
     keys, values = entry.keys_and_values()
     return Codes(storage.format.name, storage.name_of(keys[-1].dtype), (*keys, *values))

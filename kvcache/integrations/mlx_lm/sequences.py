@@ -92,7 +92,7 @@ class SequencePool(Sequences):
             return more
         if most < math.inf:
             log.warning(
-                "%s: an answer of up to %s tokens ends after %d, where the pool's room ends",
+                "%s: an answer of up to %s tokens will end after %d, because the pool has no more room",
                 op, more if more >= 0 else "any number of", most - tokens,
             )  # fmt: skip
             return int(most) - tokens

@@ -88,7 +88,7 @@ def _tokenize(responder: Any, original: Callable[..., Any], tokenizer: Any, requ
             )
         if room < asked.max_tokens:
             log.warning(
-                "an answer of up to %d tokens ends after %d, where the pool's room ends",
+                "an answer of up to %d tokens will end after %d, because the pool has no more room",
                 asked.max_tokens,
                 room,
             )

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 import ml
-from kvcache.cache import Batch, CacheDType, NotSupportedError
+from kvcache.cache import Batch, CacheDType, NotSupportedError, check_whole
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.states import StateCache
+from kvcache.integrations.conversations import check_known
 from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent, Several, flat
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.rows.caches import FULL, SLIDING, Kind, ModelCaches
@@ -21,8 +22,9 @@ from kvcache.integrations.rows.dense_batch import DenseBatch
 from kvcache.snapshots.snapshot import read_layers
 from kvcache.storage.formats import CacheFormat
 from kvcache.storage.state_specs import StateSpec
+from ml.block_formats import AFFINE
 
-__all__ = ["Codes", "Storage", "padded"]
+__all__ = ["Codes", "PoolOptions", "Storage", "padded"]
 
 _schedule: Any = mx.async_eval
 WORTH = 16
@@ -40,6 +42,51 @@ class Codes:
     parts: tuple[Any, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """The options of a CachePool.
+
+    Up to ``max_sequences`` rows, copies and finished conversations exist at once, of up to ``capacity``
+    tokens each. ``dtype`` is the storage format of K and V (None: the model's dtype): an MLX dtype, or any
+    format of ``Cache.init``, such as ``ml.DType.Q8_0``, "AFFINE8_64" or a pair. ``rollback`` is the number of
+    tokens that sliding layers keep beyond their windows, so that they can be trimmed. ``checkpoints`` of the
+    states of recurrent layers are kept per sequence, one every ``checkpoint_interval`` tokens, for
+    ``rewind``. ``max_batch`` is the largest number of tokens in a pass, over all rows (None: 2048 per
+    sequence). ``max_kv_size``, at least 5, is as in mlx-lm: a layer keeps the first 4 tokens permanently and
+    the last ``max_kv_size - 4``, and rows have unlimited length. A query in a pass of several tokens sees
+    what it sees with mlx-lm's RotatingKVCache, which differs slightly (see ``masks.seen_beside_kept``).
+    ``backend`` is an open MLX backend (None: a new one), ``batch_invariant`` as in ``ml.CacheConfig``.
+    """
+
+    capacity: int = 4096
+    max_sequences: int = 1
+    dtype: CacheDType | None = None
+    rollback: int = 64
+    checkpoints: int = 4
+    checkpoint_interval: int = 256
+    max_batch: int | None = None
+    max_kv_size: int | None = None
+    backend: ml.Backend | None = None
+    batch_invariant: bool = False
+
+    @classmethod
+    def of(cls, op: str, options: Mapping[str, Any]) -> PoolOptions:
+        """The options from keywords. Raises InvalidRangeError for an unknown name or an invalid size."""
+        check_known(op, options, [field.name for field in fields(cls)])
+        checked = cls(**options)
+        for name, least in _LEAST.items():
+            size = getattr(checked, name)
+            if size is not None:
+                check_whole(op, name, size, least)
+        return checked
+
+
+_LEAST = {
+    "capacity": 1, "max_sequences": 1, "rollback": 0, "checkpoints": 0, "checkpoint_interval": 1,
+    "max_batch": 1,
+}  # fmt: skip
+
+
 class Storage:
     """A cache for each kind of layer in ``entries``, combined in ``cache``. Sliding layers keep ``rollback``
     more tokens than their windows. ``cache``: an existing one with the same options, bound by its owner
@@ -50,21 +97,19 @@ class Storage:
         self,
         entries: Sequence[Layer | Several],
         ctx: ml.Context,
-        rollback: int,
-        checkpoints: int,
-        interval: int,
+        options: PoolOptions,
         one_length: bool = False,
         cache: Any = None,
     ) -> None:
         self.entries = list(entries)
         self.layers = flat(entries)
         """Nested layers are flattened and numbered individually."""
-        self.ctx, self.rollback = ctx, rollback
+        self.ctx, self.rollback = ctx, options.rollback
         kinds = [_kind(layer) for layer in self.layers]
         used = sorted({kind for kind in kinds if kind is not None}, key=lambda kind: kind.size)
         if cache is None:
-            states = _state_cache(ctx, self.layers, checkpoints, interval)
-            self.caches = ModelCaches(used, states, lookback=rollback)
+            states = _state_cache(ctx, self.layers, options)
+            self.caches = ModelCaches(used, states, lookback=options.rollback)
         else:
             self.caches = ModelCaches.over(used, cache)
         self.states = self.caches.states
@@ -74,6 +119,8 @@ class Storage:
         bound = [] if cache is None else [*self.caches.caches.values()]
         self.format = bound[0].storage.dtype if bound else CacheFormat.of(self.computed)
         """The storage format of K and V."""
+        self.saves_groups = False
+        """Whether layers of full attention are saved as mlx-lm's QuantizedKVCache (``CachePool``)."""
         self.one_length = one_length or any(isinstance(x, Attention) and x.chunked for x in self.layers)
         """Whether the model assumes that all rows have the same number of tokens."""
         self.chooses = any(isinstance(x, Attention) and x.assigned for x in self.layers)
@@ -147,9 +194,11 @@ class Storage:
         cache.put_stored(ctx, parts, ml.DType[codes.activations], spec.key_dim if spec.keys_only else None)
         one.written = True
 
-    def is_affine(self, bits: int, group_size: int) -> bool:
-        """Whether keys and values are stored in the format of mlx-lm's quantized caches."""
-        return self.format.name == f"AFFINE{bits}_{group_size}"
+    @property
+    def groups(self) -> tuple[int, int] | None:
+        """Group size and bits, if K and V are stored in the format of mlx-lm's QuantizedKVCache."""
+        sizes = AFFINE.get(self.format.name)
+        return None if sizes is None else (sizes[1], sizes[0])
 
     def name_of(self, native: Any) -> str:
         """Our name for an MLX dtype."""
@@ -346,9 +395,7 @@ def _grown(spec: Recurrent, i: int, value: Any, tokens: int) -> Any:
     return value if size == full else mx.split(value, [full - size], axis=grows.axis + 1)[1]
 
 
-def _state_cache(
-    ctx: ml.Context, layers: Sequence[Layer], checkpoints: int, interval: int
-) -> StateCache | None:
+def _state_cache(ctx: ml.Context, layers: Sequence[Layer], options: PoolOptions) -> StateCache | None:
     states: dict[int | None, dict[str, StateSpec]] = {}
     for i, layer in enumerate(layers):
         if isinstance(layer, Recurrent):
@@ -356,7 +403,7 @@ def _state_cache(
             states[i] = {_name(k): StateSpec(shape, _dtype(ctx, dtype)) for k, (shape, dtype) in pairs}
     if not states:
         return None
-    return StateCache(states, checkpoints, interval, skips=True)
+    return StateCache(states, options.checkpoints, options.checkpoint_interval, skips=True)
 
 
 def _name(i: int) -> str:

@@ -9,6 +9,7 @@ itself.
 from kvcache.integrations.transformers import versions  # noqa: F401, I001  # first: it refuses what cannot work
 
 from kvcache.integrations.transformers import attention  # noqa: F401
+from kvcache.integrations.transformers.arguments import CacheOptions
 from kvcache.integrations.transformers.cache import HFCache
 from kvcache.integrations.transformers.install import Installation, install, uninstall
 from kvcache.integrations.transformers.model import TransformersModel
@@ -18,6 +19,7 @@ from kvcache.integrations.transformers.saving import HFSnapshot
 from kvcache.integrations.transformers.static import HFStaticCache
 
 __all__ = [
+    "CacheOptions",
     "HFCache",
     "HFPrefixCache",
     "HFSession",

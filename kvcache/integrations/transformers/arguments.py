@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ml
 from kvcache import InvalidRangeError, ShiftFunction
 from kvcache.cache import check_whole
-from kvcache.integrations.conversations import check_known, names_of
-from kvcache.storage.formats import CacheFormat
+from kvcache.integrations.conversations import check_known
+from kvcache.integrations.transformers.bridge import HFDType, stored_dtype
 
 __all__ = [
     "THEIRS",
@@ -21,7 +20,6 @@ __all__ = [
     "check_names",
     "check_options",
     "check_type",
-    "signature_of",
 ]
 
 THEIRS = {"max_cache_len": "capacity", "max_batch_size": "max_sequences", "device": "backend"}
@@ -30,14 +28,24 @@ THEIRS = {"max_cache_len": "capacity", "max_batch_size": "max_sequences", "devic
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """The options of HFCache; None: as for the first keys."""
+    """The options of an HFCache.
 
-    backend: ml.Backend | str | None
-    dtype: CacheFormat | None
-    max_sequences: int | None
-    capacity: int
-    lookback: int
-    shift: ShiftFunction | None
+    ``backend`` stores K and V: an open one, a name, or None for torch on the model's device.
+    ``max_sequences`` is the number of rows of the batch and of all forks (None: the rows of the first batch),
+    ``capacity`` the tokens of each; together they share ``max_sequences * capacity`` cells. ``dtype`` is the
+    storage format of K and V: an ml.DType, a torch.dtype, a storage format or its name, or a pair of these
+    (None: the dtype of the first keys). Sliding windows keep ``lookback`` more tokens than they show, so that
+    ``crop`` can remove that many. ``shift`` re-encodes keys for ``remove`` from the middle: see
+    ``rope_shift``. With ``grow``, the capacity doubles if a batch or a snapshot does not fit, which copies
+    the content, instead of raising CacheFullError.
+    """
+
+    backend: ml.Backend | str | None = None
+    max_sequences: int | None = None
+    capacity: int = 4096
+    dtype: HFDType | None = None
+    lookback: int = 64
+    shift: ShiftFunction | None = None
     grow: bool = False
 
 
@@ -45,20 +53,13 @@ class ArgumentError(InvalidRangeError, TypeError):
     """An argument of a wrong type, or an unknown one."""
 
 
-def check_names(op: str, init: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-    """Refuse positional options, and names that are not parameters of ``init`` after the first two."""
-    known = names_of(init)
+def check_names(op: str, known: Sequence[str], args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    """Refuse positional options, and names that are not ``known``."""
     if args:
         raise ArgumentError(
             f"{op}: {len(args) + 1} positional arguments; pass options by name: {', '.join(known)}"
         )
     check_known(op, options, known, THEIRS, ArgumentError)
-
-
-def signature_of(init: Callable[..., Any]) -> inspect.Signature:
-    """The signature that ``inspect`` and completion show for a class whose ``__new__`` takes anything."""
-    whole = inspect.signature(init)
-    return whole.replace(parameters=list(whole.parameters.values())[1:])
 
 
 def check_type(op: str, name: str, value: object, wanted: str, fits: bool) -> None:
@@ -70,6 +71,7 @@ def check_type(op: str, name: str, value: object, wanted: str, fits: bool) -> No
 def check_options(op: str, options: CacheOptions) -> None:
     """Refuse invalid values of options."""
     backend, shift = options.backend, options.shift
+    stored_dtype(options.dtype)
     check_whole(op, "capacity", options.capacity, least=1)
     check_whole(op, "lookback", options.lookback)
     if options.max_sequences is not None:

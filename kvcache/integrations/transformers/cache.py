@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Self, cast
 
 import torch
@@ -12,17 +12,15 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.generation.utils import ALL_CACHE_NAMES, GenerationMixin
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
-import ml
-from kvcache import InvalidRangeError, NotSupportedError, ShiftFunction
+from kvcache import InvalidRangeError, NotSupportedError
+from kvcache.integrations.conversations import show_options
 from kvcache.integrations.rows.caches import ModelCaches
 from kvcache.integrations.transformers.arguments import (
     CacheOptions,
     check_names,
     check_options,
     check_type,
-    signature_of,
 )
-from kvcache.integrations.transformers.bridge import HFDType, stored_dtype
 from kvcache.integrations.transformers.compressors import CompressedLayer
 from kvcache.integrations.transformers.indexers import IndexedLayer
 from kvcache.integrations.transformers.kinds import CROSS, Kind, empty_layer, layer_plan
@@ -74,43 +72,25 @@ class HFCache(RowsCache):
 
     def __new__(cls, config: Any = None, *args: Any, **options: Any) -> Self:
         """For configs of encoder-decoders and of MiniMax, makes the subclass that these models require."""
-        check_names("HFCache", cls.__init__, args, options)
+        check_names("HFCache", [field.name for field in fields(CacheOptions)], args, options)
         if cls is HFCache and getattr(config, "is_encoder_decoder", False):
             return cast("Self", super().__new__(HFEncoderDecoderCache))
         if cls is HFCache and getattr(config, "model_type", None) == "minimax":
             return cast("Self", super().__new__(HFMiniMaxCache))
         return cast("Self", super().__new__(cls))
 
-    def __init__(
-        self,
-        config: Any,
-        *,
-        backend: ml.Backend | str | None = None,
-        max_sequences: int | None = None,
-        capacity: int = 4096,
-        dtype: HFDType | None = None,
-        lookback: int = 64,
-        shift: ShiftFunction | None = None,
-        grow: bool = False,
-    ) -> None:
-        """A cache for models of ``config``. Nothing is allocated before the first keys arrive. ``backend``
-        stores K and V: an open one, a name, or None for torch on the model's device. ``max_sequences`` is the
-        number of rows of the batch and of all forks (None: the rows of the first batch), ``capacity`` the
-        tokens of each; together they share ``max_sequences * capacity`` cells. ``dtype`` is the storage
-        format of K and V: an ml.DType, a torch.dtype, a storage format or its name, or a pair of these (None:
-        the dtype of the first keys). Sliding windows keep ``lookback`` more tokens than they show, so that
-        ``crop`` can remove that many. ``shift`` re-encodes keys for ``remove`` from the middle: see
-        ``rope_shift``. With ``grow``, the capacity doubles if a batch or a snapshot does not fit, which
-        copies the content, instead of raising CacheFullError.
+    def __init__(self, config: Any, **options: Any) -> None:
+        """A cache for models of ``config``, with the options of ``CacheOptions``. Nothing is allocated before
+        the first keys arrive.
 
         Raises NotSupportedError for a config with unsupported layers.
         """
-        options = CacheOptions(backend, stored_dtype(dtype), max_sequences, capacity, lookback, shift, grow)
-        check_options("HFCache", options)
+        chosen = CacheOptions(**options)
+        check_options("HFCache", chosen)
         plan = layer_plan(config)
         if isinstance(self, EncoderDecoderCache):  # also for a decoder used with another model's encoder
             plan = replace(plan, encoder=True)
-        self._attach(BatchRows(CachePool(plan, options)))
+        self._attach(BatchRows(CachePool(plan, chosen)))
 
     def __repr__(self) -> str:
         if not self.rows.pool.bound:
@@ -305,7 +285,7 @@ class HFCache(RowsCache):
         self.rows.pool.reserve(capacity)
 
 
-setattr(HFCache, "__signature__", signature_of(HFCache.__init__))  # noqa: B010
+show_options(HFCache, "config", CacheOptions)
 
 
 def _check_store(op: str, store: object) -> None:

@@ -124,7 +124,7 @@ def _end_in_time(cache: RowsCache, generation_config: Any, batch: int, length: i
     asked = generation_config.max_length
     generation_config.max_length = asked - (length - most[0])
     _log.warning(
-        "generate: an answer that may be %d tokens long with its prompt ends after %d: %s",
+        "generate: prompt and answer may have %d tokens, but will end after %d: %s",
         asked, generation_config.max_length, most[1],
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from kvcache import InvalidRangeError, NotSupportedError
 from kvcache.integrations.transformers.kinds import CONV, Kind, Trait
-from kvcache.integrations.transformers.masks import check_padding, check_positions, watch_masks
+from kvcache.integrations.transformers.masks import check_padding, check_positions, check_width, watch_masks
 from kvcache.integrations.transformers.passes import Pair
 from kvcache.integrations.transformers.rows import BatchRows
 from kvcache.integrations.transformers.states import States, state_name
@@ -23,7 +23,7 @@ __all__ = [
 
 
 _INSIDE = {
-    "bind", "check_mask", "detach", "layer_class_to_replicate", "least_held", "of", "offloading", "rows",
+    "begun", "bind", "check_mask", "detach", "layer_class_to_replicate", "of", "offloading", "rows", "stored",
 }  # fmt: skip
 
 
@@ -75,12 +75,22 @@ class RowsCache(TransformersCache):  # type: ignore[misc]
         ``recurrent``: it is for layers with states.
         """
         if recurrent:
-            check_padding(self.rows.pool.plan.model_type, mask, self.least_held, tokens)
+            plan = self.rows.pool.plan
+            if any(kind.attends for kind in plan.layers):
+                check_width(mask, self.stored, tokens)
+            check_padding(plan.model_type, mask, tokens, self.begun)
 
     @property
-    def least_held(self) -> int:
-        """Tokens that each row holds, at the least."""
+    def stored(self) -> int:
+        """The number of tokens with K and V in each row."""
         return self.rows.length
+
+    def begun(self, mask: torch.Tensor, tokens: int) -> torch.Tensor:
+        """By row, whether its states have a token, for a pass of ``tokens`` with this mask; BOOL (rows)."""
+        stored = self.rows.length
+        if mask.shape[1] != stored + tokens:  # says nothing of the earlier ones
+            return mask.new_full((mask.shape[0],), stored > 0, dtype=torch.bool)
+        return mask[:, :-tokens].any(1)
 
     @property
     def nbytes(self) -> int:

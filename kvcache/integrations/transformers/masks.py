@@ -5,8 +5,9 @@ caches.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from transformers.utils.import_utils import is_tracing
 
 from kvcache import InvalidRangeError, NotSupportedError
 
-__all__ = ["check_padding", "check_positions", "check_width", "watch_masks"]
+__all__ = ["check_padding", "check_positions", "check_width", "trim_masks", "watch_masks"]
 
 _RECURRENT = "create_recurrent_attention_mask"
 _MADE_BY = (
@@ -28,7 +29,7 @@ def check_width(mask: torch.Tensor, stored: int, tokens: int) -> None:
     if mask.shape[1] != stored + tokens:
         raise InvalidRangeError(
             f"HFCache: an attention_mask of {mask.shape[1]} columns for {tokens} new tokens after {stored} "
-            f"stored ones; it must have {stored + tokens}, without the columns removed by remove()"
+            f"stored ones; it must have {stored + tokens}, one for each, and none for what remove() took out"
         )
 
 
@@ -46,16 +47,18 @@ def check_positions(arguments: Mapping[str, Any], stored: int, tokens: int, remo
         )
 
 
-def check_padding(model_type: str, mask: torch.Tensor, stored: int, tokens: int) -> None:
+def check_padding(
+    model_type: str, mask: torch.Tensor, tokens: int, begun: Callable[[torch.Tensor, int], torch.Tensor]
+) -> None:
     """Raise NotSupportedError for a mask (rows, tokens so far), for a pass of ``tokens``, with padding that
-    would enter the states. Padding on the left of a row's first token does not, in a pass of several tokens
-    with a mask of all columns: those of the ``stored`` and the new tokens.
+    would enter the states. Padding on the left of a row's first token does not, in a pass of several tokens;
+    ``begun``, of this mask and ``tokens``: by row, whether the states have a token of it.
     """
     hidden = mask[:, -tokens:] == 0
     if not bool(hidden.any()):
         return
-    if tokens > 1 and mask.shape[1] >= stored + tokens:
-        hidden &= mask.cumsum(1)[:, -tokens:] > 0
+    if tokens > 1:
+        hidden &= begun(mask, tokens)[:, None] | (mask[:, -tokens:].cumsum(1) > 0)
     where = hidden.nonzero()
     if len(where):
         row, column = where[0].tolist()
@@ -72,6 +75,35 @@ def watch_masks(kind: type) -> None:
         original: Any = getattr(masking_utils, name)
         if not hasattr(original, "watches"):
             _replace(name, original, _watched(original, kind, name == _RECURRENT))
+
+
+_UNTRIMMED = {"mamba": "MambaModel", "falcon_mamba": "FalconMambaModel"}
+"""Models that pass a mask to their mixers as it is, for all columns."""
+
+
+def trim_masks(model_type: str) -> None:
+    """Make models of this type, if they do not, create the mask of their states as all others do: it is
+    checked, and has the columns of the pass. With other caches their behaviour is unchanged.
+    """
+    if model_type not in _UNTRIMMED:
+        return
+    module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    model = getattr(module, _UNTRIMMED[model_type])
+    original = model.forward
+    if hasattr(original, "trims"):
+        return
+
+    @functools.wraps(original)
+    def forward(self: Any, input_ids: Any = None, *args: Any, **options: Any) -> Any:
+        mask, cache = options.get("attention_mask"), options.get("cache", options.get("cache_params"))
+        new = options.get("inputs_embeds") if input_ids is None else input_ids
+        if mask is not None and new is not None and hasattr(cache, "check_mask"):
+            made: Any = getattr(masking_utils, _RECURRENT)
+            options["attention_mask"] = made(self.config, new, mask, cache)
+        return original(self, input_ids, *args, **options)
+
+    forward.trims = True  # type: ignore[attr-defined]
+    model.forward = forward
 
 
 def _watched(original: Any, kind: type, recurrent: bool) -> Any:

@@ -117,11 +117,11 @@ class TransformersModel(DrivenModel):
         return self._adapters.variant()
 
     def identity(self) -> dict[str, str]:
-        """Names the weights, the config and the dtype for stores: JSON-able. Reads all weights once.
+        """The identity of weights, config and dtype for stores, in JSON values; reads all weights once.
 
-        Of a model from ``load``, ``kvcache.stores.identity_of`` its folder, which other runtimes have too, if
-        these compute the same keys and values from it; else the log says why not, and only processes with
-        transformers have it.
+        For a model from ``load`` this is ``kvcache.stores.identity_of`` of its folder, which other runtimes
+        share if they compute the same keys and values from it. Otherwise the log says why not, and only
+        processes with transformers share it.
         """
         if self._folder is not None:
             rotation = {"rope_parameters": getattr(self.model.config, "rope_parameters", None)}
@@ -185,10 +185,8 @@ class TransformersModel(DrivenModel):
 
     def _cache_of(self, cache: Any) -> PassCache:
         if self._last is None or self._last_of is not cache:
-            own, attends = ModelCaches.over(self.plan.kinds, cache), self.plan.attends
-            self._last = PassCache(
-                self.plan, own.caches, own.states, self._bridge, self.device, self.layout, attends
-            )
+            own = ModelCaches.over(self.plan.kinds, cache)
+            self._last = PassCache(self.plan, own.caches, own.states, self._bridge, self.device, self.layout)
             self._last_of = cache
         return self._last
 

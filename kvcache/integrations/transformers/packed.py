@@ -61,7 +61,7 @@ class Call:
 
 class PassCache(TransformersCache):  # type: ignore[misc]
     """The layers of one of the engine's caches, in the pass of ``call``. ``caches``: the cache of each kind
-    of attention. ``attends``: whether our caches compute attention.
+    of attention.
     """
 
     call: Call
@@ -74,11 +74,10 @@ class PassCache(TransformersCache):  # type: ignore[misc]
         bridge: Bridge,
         device: torch.device,
         layout: Layout,
-        attends: bool,
     ) -> None:
         self.plan, self.caches, self.recurrent = plan, caches, recurrent
         self.bridge, self.device = bridge, device
-        self.layout, self.attends = layout, attends
+        self.layout, self.attends = layout, plan.attends
         super().__init__(layers=[self._layer(i, kind) for i, kind in enumerate(plan.layers)])
 
     def _layer(self, i: int, kind: Kind) -> Any:

@@ -141,8 +141,8 @@ class Places:
 def _say(device: str, names: str) -> None:
     """Log the mismatch, once for each device."""
     _log.warning(
-        "a model has layers on %s, and its HFCache is on %s, to which their keys and values cross at every "
-        'step; pass backend=ml.open_backend("torch", devices=[...], layers=[...]) that names both',
+        "a model has layers on %s, but its HFCache is on %s, so keys and values are copied in every step; "
+        'pass backend=ml.open_backend("torch", devices=[...], layers=[...]) that names both',
         device,
         names,
     )

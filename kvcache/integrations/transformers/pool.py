@@ -25,9 +25,10 @@ from kvcache.integrations.rows.caches import ModelCaches, Top
 from kvcache.integrations.rows.dense_batch import DenseBatch
 from kvcache.integrations.rows.sequences import Sequences, SharedSequence
 from kvcache.integrations.transformers.arguments import CacheOptions
-from kvcache.integrations.transformers.bridge import Bridge, bridge_to, dtype_of
+from kvcache.integrations.transformers.bridge import Bridge, bridge_to, dtype_of, stored_dtype
 from kvcache.integrations.transformers.kinds import Kind, Plan, Trait
 from kvcache.integrations.transformers.layer_views import LayerViews
+from kvcache.integrations.transformers.masks import trim_masks
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.places import Places, opened
 from kvcache.snapshots.snapshot import Snapshot
@@ -52,6 +53,7 @@ class CachePool:
 
     def __init__(self, plan: Plan, options: CacheOptions) -> None:
         self.plan, self.options = plan, options
+        trim_masks(plan.model_type)
         self._in_one_piece = Trait.CONTIGUOUS in plan.traits
         self.bound = False
         self.current: ForwardPass | None = None
@@ -76,7 +78,7 @@ class CachePool:
         dtype = torch.float32 if torch.is_autocast_enabled(like.device.type) else like.dtype
         self.like = torch.empty(0, dtype=dtype, device=like.device)
         self.activations = dtype_of(dtype)
-        self.dtype = options.dtype or CacheFormat.of(self.activations)
+        self.dtype = stored_dtype(options.dtype) or CacheFormat.of(self.activations)
         self.backend = backend = opened(options.backend, like.device, self.plan)
         self.ctx = backend.new_context()
         self.bridge = bridge_to(backend)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-import ml
 from kvcache import InvalidRangeError, KVCacheError, NotSupportedError
 from kvcache.caches.turns import Turns, in_turn
 from kvcache.integrations.conversations import (
@@ -24,7 +23,6 @@ from kvcache.integrations.conversations import (
 )
 from kvcache.integrations.transformers.adapters import Adapters
 from kvcache.integrations.transformers.arguments import THEIRS, ArgumentError, check_model, check_type
-from kvcache.integrations.transformers.bridge import HFDType
 from kvcache.integrations.transformers.cache import HFCache, cache_argument, generating
 from kvcache.integrations.transformers.kinds import Trait, layer_plan
 from kvcache.integrations.transformers.places import device_of, layer_devices
@@ -218,6 +216,10 @@ def _check_inputs(model: Any, options: dict[str, Any]) -> None:
             )
 
 
+_CACHE_OPTIONS = ("backend", "dtype", "lookback")
+"""The fields of CacheOptions that an HFPrefixCache takes by the same name."""
+
+
 class HFPrefixCache(SharedPrefixes):
     """A ``kvcache.PrefixCache`` for a decoder of transformers, sliding and hybrid ones included.
 
@@ -234,21 +236,18 @@ class HFPrefixCache(SharedPrefixes):
         *,
         max_sequences: int = 4,
         capacity: int = 4096,
-        backend: ml.Backend | str | None = None,
-        dtype: HFDType | None = None,
-        lookback: int = 64,
         batch_invariant: bool = False,
         **options: Any,
     ) -> None:
-        """``max_sequences`` conversations of ``capacity`` tokens; ``dtype`` and ``backend`` as in HFCache.
+        """``max_sequences`` conversations of ``capacity`` tokens.
 
-        ``lookback`` is the number of tokens that sliding windows keep beyond what they show, as in HFCache.
         ``batch_invariant``: answers do not depend on the cache's content, bit for bit; prompts are evaluated
         in blocks of ``block_size`` tokens, and only such blocks are reused, not answers. ``options`` are
-        PrefixCache's: ``budget``, ``tiers``, ``identity``, ``block_size``, and its options. A thread writes
-        each conversation to the stores when it ends, unless ``PrefixOptions(write_through=False)``. With a
-        store among the ``tiers``, and without ``PrefixOptions(layers=...)``, the constructor calls the model
-        once, with one token, to find its layers; stored entries with other layers are not used.
+        ``backend``, ``dtype`` and ``lookback``, as in ``CacheOptions``, and PrefixCache's: ``budget``,
+        ``tiers``, ``identity``, ``block_size``, and its options. A thread writes each conversation to the
+        stores when it ends, unless ``PrefixOptions(write_through=False)``. With a store among the ``tiers``,
+        and without ``PrefixOptions(layers=...)``, the constructor calls the model once, with one token, to
+        find its layers; stored entries with other layers are not used.
         """
         check_model("HFPrefixCache", model)
         if model.config.is_encoder_decoder:
@@ -267,15 +266,15 @@ class HFPrefixCache(SharedPrefixes):
                 "(use_bidirectional_attention, is_causal), so prefixes cannot be shared; call model.generate"
             )
         ranks = getattr(model, "tp_size", None) or 1
-        self._check_options(HFPrefixCache, options, ranks, THEIRS, ArgumentError)
+        self._check_options(HFPrefixCache, options, _CACHE_OPTIONS, ranks, THEIRS, ArgumentError)
         for trait in (Trait.INSIDE, Trait.UNEVEN, Trait.COMPRESSED):
             plan.refuse("HFPrefixCache", trait, "prefixes cannot be shared")
         self.by_one = Trait.BY_ONE in plan.traits
         self.model = model
         self.adapters = Adapters(model)
         self.cache = HFCache(
-            model.config, backend=backend, max_sequences=max_sequences, capacity=capacity, dtype=dtype,
-            lookback=lookback,
+            model.config, max_sequences=max_sequences, capacity=capacity,
+            **{name: options.pop(name) for name in _CACHE_OPTIONS if name in options},
         )  # fmt: skip
         family = self.cache.bind(torch.empty(0, dtype=model.dtype, device=device_of(model)))
         pool = self.cache.rows.pool
@@ -355,10 +354,19 @@ class HFPrefixCache(SharedPrefixes):
             part.rope_deltas = None
 
     @in_turn
-    def begin(self, tokens: Sequence[int], salt: str = "", shared: int = 0) -> HFSession:
+    def begin(
+        self,
+        tokens: Sequence[int],
+        salt: str = "",
+        shared: int = 0,
+        *,
+        session_id: str = "",
+        next_use: float | None = None,
+    ) -> HFSession:
         """Start a conversation with a prompt, from its longest cached prefix. ``salt`` and ``shared`` control
-        sharing, as in ``PrefixCache.begin``. With PEFT adapters, prefixes are shared among conversations
-        whose adapters have the same content and scales.
+        sharing, ``session_id`` and ``next_use`` say whose request it is, as in ``PrefixCache.begin``; ``with
+        cache.lock:``, ``prefix.agent_sessions`` closes, retains or deletes what an agent used. With PEFT
+        adapters, prefixes are shared among conversations whose adapters have the same content and scales.
         """
         self.check_open("begin")
         variant = self.adapters.variant()
@@ -370,7 +378,9 @@ class HFPrefixCache(SharedPrefixes):
         if self.limit is not None:
             check_rotation("begin", len(tokens), self.limit)
         tokens = self.check_ids("begin", tokens)
-        session = self.prefix.begin(tokens, salt, shared, variant=variant)
+        session = self.prefix.begin(
+            tokens, salt, shared, variant=variant, session_id=session_id, next_use=next_use
+        )
         stored = {i for cache in self._family.caches.values() for i in cache.storage.buffers}
         strange = sorted(i for i in stored if i >= self._layers)
         if strange:
@@ -391,6 +401,8 @@ class HFPrefixCache(SharedPrefixes):
         prefill_size: int = 512,
         salt: str = "",
         shared: int = 0,
+        session_id: str = "",
+        next_use: float | None = None,
         **options: Any,
     ) -> Any:
         """``model.generate(input_ids, **options)`` for one conversation, (1, tokens), from its cached prefix.
@@ -404,7 +416,7 @@ class HFPrefixCache(SharedPrefixes):
         _check_one_row(input_ids, options)
         _check_inputs(self.model, options)
         prompt = input_ids[0].tolist()
-        with self.begin(prompt, salt, shared) as session:
+        with self.begin(prompt, salt, shared, session_id=session_id, next_use=next_use) as session:
             session.prefill(prefill_size)
             if options.get("custom_generate") is not None:  # which may draft tokens
                 session.cache.rows.drafts = MOST_DRAFTS

@@ -7,6 +7,7 @@ the device. transformers' masks hide positions that are not stored yet.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Self, cast
 
 import torch
@@ -29,12 +30,12 @@ from kvcache import (
     OrderError,
     StateSpec,
 )
+from kvcache.integrations.conversations import show_options
 from kvcache.integrations.rows.dense_batch import DenseBatch
 from kvcache.integrations.transformers.arguments import (
     CacheOptions,
     check_names,
     check_options,
-    signature_of,
 )
 from kvcache.integrations.transformers.indexers import put_indexer_keys
 from kvcache.integrations.transformers.kinds import CROSS, Kind, Trait, empty_layer, layer_plan
@@ -57,7 +58,7 @@ class HFStaticCache(RowsCache):
 
     def __new__(cls, config: Any = None, *args: Any, **options: Any) -> Self:
         """For an encoder-decoder's config, makes the subclass that is also an ``EncoderDecoderCache``."""
-        check_names("HFStaticCache", cls.__init__, args, options)
+        check_names("HFStaticCache", ["capacity", "backend", "max_sequences"], args, options)
         if cls is HFStaticCache and getattr(config, "is_encoder_decoder", False):
             return cast("Self", super().__new__(HFStaticEncoderDecoderCache))
         return cast("Self", super().__new__(cls))
@@ -75,7 +76,7 @@ class HFStaticCache(RowsCache):
         first keys arrive, for ``max_sequences`` rows (None: those of the first batch).
         """
         # Windows keep everything: a view of the whole has no gaps.
-        options = CacheOptions(backend, None, max_sequences, capacity, capacity, None)
+        options = CacheOptions(backend, max_sequences, capacity, lookback=capacity)
         check_options("HFStaticCache", options)
         plan = layer_plan(config)
         for trait in (Trait.OWN_MASK, Trait.OWN_CLASS, Trait.COMPRESSED):
@@ -100,10 +101,18 @@ class HFStaticCache(RowsCache):
         TransformersCache.__init__(self, layers=[_layer(rows, i, kind) for i, kind in enumerate(plan.layers)])
 
     @property
-    def least_held(self) -> int:
-        """1 where layers have states, of which nobody counts the tokens."""
-        states = [layer for layer in _layers(self) if isinstance(layer, StaticLinearLayer)]
-        return int(any(any(layer.has_previous_state.values()) for layer in states))
+    def stored(self) -> int:
+        return max(self.rows.held(), default=0)
+
+    def begun(self, mask: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Nobody counts the tokens of states, but padding leaves them 0, and a token does not."""
+        if self.rows.sequences:
+            self.rows.claim(len(mask), mask)  # refuses other numbers of rows
+        begun = mask.new_zeros(mask.shape[0], dtype=torch.bool)
+        for layer in _layers(self):
+            if isinstance(layer, StaticLinearLayer):
+                begun |= layer.begun(begun)
+        return begun
 
     def crop(self, tokens: int) -> None:
         """Remove the last ``-tokens`` tokens, or keep the first ``tokens`` if it is > 0. Raises
@@ -127,7 +136,7 @@ class HFStaticCache(RowsCache):
                 layer.keep(length)
 
 
-setattr(HFStaticCache, "__signature__", signature_of(HFStaticCache.__init__))  # noqa: B010
+show_options(HFStaticCache, "config", partial(HFStaticCache.__init__, None, None))  # type: ignore[arg-type]
 
 
 class HFStaticEncoderDecoderCache(Crossing, HFStaticCache, EncoderDecoderCache):  # type: ignore[misc]
@@ -464,6 +473,15 @@ class StaticLinearLayer(LinearAttentionLayer):  # type: ignore[misc]
             self.rows.claim(conv_states.shape[0], conv_states)
         state: torch.Tensor = super().update_conv_state(conv_states, *args, **kwargs)
         return state
+
+    def begun(self, rows: torch.Tensor) -> torch.Tensor:
+        """By row, like ``rows``, whether a state is not 0."""
+        begun = torch.zeros_like(rows)
+        for states in (self.conv_states, self.recurrent_states):
+            for i, state in states.items():
+                if state is not None and self.has_previous_state[i]:
+                    begun |= state.flatten(1).any(1).to(rows.device)
+        return begun
 
     def activate_past_recording(self) -> None:
         """A no-op: states of fixed shapes cannot go back, as ``crop`` reports."""

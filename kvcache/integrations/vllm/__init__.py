@@ -1,4 +1,4 @@
-"""These stores behind vLLM: a KV connector, named in a launch flag.
+"""These stores behind vLLM: a KV connector, or a tier below vLLM's own, named in a launch flag.
 
 ::
 
@@ -19,11 +19,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvcache.integrations.vllm.connector import KVCacheConnector
+    from kvcache.integrations.vllm.offloading import KVCacheOffloadingConnector
+    from kvcache.integrations.vllm.tier import KVCacheTier
 
-__all__ = ["KVCacheConnector"]
+__all__ = ["KVCacheConnector", "KVCacheOffloadingConnector", "KVCacheTier"]
+
+_MODULES = {
+    "KVCacheConnector": "connector",
+    "KVCacheOffloadingConnector": "offloading",
+    "KVCacheTier": "tier",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "KVCacheConnector":
-        return importlib.import_module("kvcache.integrations.vllm.connector").KVCacheConnector
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"kvcache.integrations.vllm.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

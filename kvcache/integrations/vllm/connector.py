@@ -25,9 +25,10 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvcache.cache import NotSupportedError
 from kvcache.integrations.vllm.identity import check_config, identity_of_config, settings_of
+from kvcache.integrations.vllm.layers import cache_layers, spec_of
 from kvcache.integrations.vllm.metrics import ConnectorPromMetrics, ConnectorStats
 from kvcache.integrations.vllm.options import ConnectorOptions
-from kvcache.integrations.vllm.paged_cache import CacheLayer, Fill, find_pages
+from kvcache.integrations.vllm.paged_cache import find_pages
 from kvcache.integrations.vllm.planner import Planner
 from kvcache.integrations.vllm.sides import SchedulerSide, WorkerSide
 from kvcache.integrations.vllm.steps import Report, Step
@@ -161,13 +162,13 @@ class KVCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         config, blocks = self._vllm_config, self._kv_cache_config.num_blocks
-        names = self._kv_cache_config.kv_cache_groups[0].layer_names
+        group = self._kv_cache_config.kv_cache_groups[0]
         modules = config.compilation_config.static_forward_context
-        layers = [self._layer(name, kv_caches[name], modules[name]) for name in names]
-        backend = modules[names[0]].get_attn_backend().get_name()
+        layers = cache_layers(group, kv_caches, modules)
+        first = modules[layers[0].name]
         layout = ", ".join(
             [
-                f"{backend} {getattr(modules[names[0]], 'isa', '')}".strip(),
+                f"{first.get_attn_backend().get_name()} {getattr(first, 'isa', '')}".strip(),
                 str(self._kv_cache_config.kv_cache_layout),
                 f"{config.cache_config.cache_dtype} {layers[0].cache.dtype}",
             ]
@@ -175,19 +176,10 @@ class KVCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         cache = find_pages(
             layers, self._spec.block_size, blocks, self._page_tokens, layout, self._options.pages == "raw"
         )
-        specs = [self._layer_spec(name) for name in names]
+        specs = [spec_of(group, layer.name) for layer in layers]
         windows = [spec.sliding_window or spec.attention_chunk_size for spec in specs]
         self._settings = json.dumps(settings_of(config, cache.settings, windows))
         self._worker = WorkerSide(self._options, get_tensor_model_parallel_rank(), cache)
-
-    def _layer_spec(self, name: str) -> Any:
-        return getattr(self._spec, "kv_cache_specs", {}).get(name, self._spec)
-
-    def _layer(self, name: str, cache: torch.Tensor, module: Any) -> CacheLayer:
-        spec = self._layer_spec(name)
-        return CacheLayer(
-            name, cache, spec.num_kv_heads, spec.head_size, spec.head_size_v, _fill(module, spec)
-        )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return PagesMetadata(self._settings)
@@ -246,15 +238,3 @@ class KVCacheConnector(KVConnectorBase_V1):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> ConnectorPromMetrics:
         return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-def _fill(module: Any, spec: Any) -> Fill | None:
-    """vLLM's kernel that stores K and V of a layer; None if there is none, or if it uses scales."""
-    update = getattr(module.impl, "do_kv_cache_update", None)
-    if update is None or spec.kv_quant_mode != 0:
-        return None
-
-    def fill(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-        update(module, key, value, cache, slots)
-
-    return fill

@@ -14,7 +14,7 @@ from kvcache.integrations.model_folder import model_folder, unknown_weights
 from kvcache.integrations.vllm.options import WHERE, ConnectorOptions
 from kvcache.stores import UnknownModelError, identity_of
 
-__all__ = ["SHARED", "check_config", "identity_of_config", "settings_of"]
+__all__ = ["SHARED", "check_config", "check_values", "identity_of_config", "settings_of"]
 
 SHARED = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 """Models whose K and V equal those of transformers and of our engine, in the same order of elements."""
@@ -28,23 +28,14 @@ _DTYPES = {"float32": ml.DType.F32, "float16": ml.DType.F16, "bfloat16": ml.DTyp
 
 def check_config(config: Any, cache: Any) -> None:
     """Raise NotSupportedError for an unsupported ``VllmConfig`` or ``KVCacheConfig``."""
-    parallel, speculative = config.parallel_config, config.speculative_config
+    parallel = config.parallel_config
     _refuse(parallel.pipeline_parallel_size > 1, "pipeline parallelism", "--pipeline-parallel-size 1")
     context = max(
         getattr(parallel, "decode_context_parallel_size", 1),
         getattr(parallel, "prefill_context_parallel_size", 1),
     )
     _refuse(context > 1, "context parallelism", "context parallel sizes of 1")
-    _refuse(
-        getattr(config.cache_config, "calculate_kv_scales", False),
-        "K and V with dynamically calculated scales",
-        "scales of the checkpoint, without --calculate-kv-scales",
-    )
-    _refuse(
-        speculative is not None and speculative.method not in DRAFTLESS,
-        f"speculation by {getattr(speculative, 'method', None)!r}, with K and V of a draft model",
-        "ngram speculation, or none",
-    )
+    check_values(config)
     groups = cache.kv_cache_groups
     kinds = sorted({type(spec).__name__ for group in groups for spec in _specs(group.kv_cache_spec)})
     _refuse(
@@ -59,9 +50,26 @@ def check_config(config: Any, cache: Any) -> None:
     )
 
 
-def _refuse(case: bool, what: str, remedy: str) -> None:
+def check_values(config: Any, connector: str = "KVCacheConnector") -> None:
+    """Raise NotSupportedError for a ``VllmConfig`` whose K and V depend on more than its model."""
+    speculative = config.speculative_config
+    _refuse(
+        getattr(config.cache_config, "calculate_kv_scales", False),
+        "K and V with dynamically calculated scales",
+        "scales of the checkpoint, without --calculate-kv-scales",
+        connector,
+    )
+    _refuse(
+        speculative is not None and speculative.method not in DRAFTLESS,
+        f"speculation by {getattr(speculative, 'method', None)!r}, with K and V of a draft model",
+        "ngram speculation, or none",
+        connector,
+    )
+
+
+def _refuse(case: bool, what: str, remedy: str, connector: str = "KVCacheConnector") -> None:
     if case:
-        raise NotSupportedError(f"KVCacheConnector: {what} is not supported; it needs {remedy}")
+        raise NotSupportedError(f"{connector}: {what} is not supported; it needs {remedy}")
 
 
 def _specs(spec: Any) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""The options in ``kv_connector_extra_config``."""
+"""The options in ``kv_connector_extra_config``, and those of a tier in its ``secondary_tiers``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from kvcache.cache import InvalidRangeError
 from kvcache.integrations.open_stores import check_number, parse_options
 from kvcache.stores.sizes import parse_bytes
 
-__all__ = ["LEAST_PAGE", "PAGES", "ConnectorOptions"]
+__all__ = ["LEAST_PAGE", "PAGES", "ConnectorOptions", "TierOptions"]
 
 WHERE = "kv_connector_extra_config"
+TIERS = "secondary_tiers"
 PAGES = ("auto", "raw")
 LEAST_PAGE = 128
 """The default number of tokens of a page, rounded up to whole blocks."""
@@ -68,3 +69,35 @@ class ConnectorOptions:
                 "blocks"
             )
         return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TierOptions:
+    """The options of ``KVCacheTier``, checked.
+
+    ``store``: URLs, nearest first. ``identity`` names the model and whatever else its K and V depend on;
+    ``KVCacheOffloadingConnector`` supplies it. ``threads``: the number of threads for reads and writes.
+    ``enable_kv_events``: tell vLLM's events of chunks that were stored. ``locality``: "LOCAL" or "REMOTE".
+    """
+
+    store: tuple[str, ...]
+    identity: Mapping[str, Any]
+    threads: int = 4
+    enable_kv_events: bool = False
+    locality: str | None = None
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> TierOptions:
+        """Raises InvalidRangeError for an unknown or missing option and for an invalid value."""
+        options = parse_options(TIERS, given, [field.name for field in fields(cls)])
+        if options.get("identity") is None:
+            raise InvalidRangeError(
+                f"{TIERS}: identity is missing: vLLM's hashes of tokens do not cover the model; name it and "
+                'its weights, as in {"model": ..., "weights": ...}, or let "kv_connector": '
+                '"KVCacheOffloadingConnector" do it'
+            )
+        check_number(f"{TIERS}: threads", options.get("threads", 1), int, 1)
+        check_number(f"{TIERS}: enable_kv_events", options.get("enable_kv_events", False), bool, False)
+        if options.get("locality") not in (None, "LOCAL", "REMOTE"):
+            raise InvalidRangeError(f"{TIERS}: locality={options['locality']!r}; it must be LOCAL or REMOTE")
+        return cls(**options)

@@ -12,10 +12,11 @@ import numpy as np
 import torch
 
 import ml
+from kvcache.integrations.vllm.chunks import BlockLayer
 from kvcache.integrations.vllm.packing import Strides, digits, places, strides_of
 from kvcache.integrations.vllm.pages import PageFormat, RawPages, TokenPages
 
-__all__ = ["CacheLayer", "Fill", "PagedCache", "find_pages"]
+__all__ = ["CacheLayer", "Fill", "PagedCache", "block_layers", "find_pages"]
 
 log = logging.getLogger("kvcache")
 
@@ -43,14 +44,13 @@ class _Strided:
     """K and V by token as strided views."""
 
     def __init__(self, words: torch.Tensor, tokens: int, layer: CacheLayer, pair: Sequence[Strides]) -> None:
-        shapes = ((tokens, layer.heads, dim) for dim in (layer.key_dim, layer.value_dim))
         self._views = [
             words.as_strided(
                 (words.shape[0], *shape),
                 (words.stride(0), *strides.steps),
                 words.storage_offset() + strides.offset,
             )
-            for shape, strides in zip(shapes, pair, strict=True)
+            for shape, strides in zip(_shapes(layer, tokens), pair, strict=True)
         ]
 
     def gather(self, blocks: torch.Tensor) -> list[torch.Tensor]:
@@ -66,7 +66,7 @@ class _Scattered:
 
     def __init__(self, words: torch.Tensor, tokens: int, layer: CacheLayer, where: np.ndarray) -> None:
         self._words, self._where = words, torch.from_numpy(where).to(words.device)
-        self._shapes = [(tokens, layer.heads, dim) for dim in (layer.key_dim, layer.value_dim)]
+        self._shapes = _shapes(layer, tokens)
 
     def gather(self, blocks: torch.Tensor) -> list[torch.Tensor]:
         flat = self._words.index_select(0, blocks).flatten(1).index_select(1, self._where)
@@ -139,24 +139,50 @@ def _words(cache: torch.Tensor) -> torch.Tensor:
 
 
 def _by_token(layer: CacheLayer, tokens: int) -> _Blocks | None:
-    shapes = [(tokens, layer.heads, dim) for dim in (layer.key_dim, layer.value_dim)]
-    sizes = [int(np.prod(shape)) for shape in shapes]
-    where = _probe(layer, shapes, sum(sizes))
+    where = _probe(layer, tokens)
     if where is None:
         return None
-    logical = np.unravel_index(where, tuple(layer.cache.shape[1:]))
-    lies = sum(index * step for index, step in zip(logical, layer.cache.stride()[1:], strict=True))
-    parts = np.split(np.asarray(lies), [sizes[0]])
-    both = [strides_of(part.reshape(shape)) for part, shape in zip(parts, shapes, strict=True)]
-    strides = [one for one in both if one is not None]
-    if len(strides) == len(both):
+    strides = _strides(layer, tokens, where)
+    if strides is not None:
         return _Strided(_words(layer.cache), tokens, layer, strides)
     return _Scattered(_words(layer.cache), tokens, layer, where)
 
 
-def _probe(layer: CacheLayer, shapes: Sequence[tuple[int, ...]], count: int) -> np.ndarray | None:
+def block_layers(layers: Sequence[CacheLayer], tokens: int) -> tuple[ml.DType, list[BlockLayer]] | None:
+    """Where blocks of ``tokens`` tokens have K and V; None unless all layers are of one dtype, lie in order,
+    and have them at strides.
+    """
+    dtypes = {_DTYPES.get(layer.cache.dtype) for layer in layers}
+    dtype = dtypes.pop()
+    made: list[BlockLayer] = []
+    for layer in layers:
+        size = layer.cache[0].numel()
+        where = _probe(layer, tokens) if layer.cache.stride(0) == size else None
+        strides = None if where is None else _strides(layer, tokens, where)
+        if strides is None:
+            return None
+        made.append(BlockLayer(layer.heads, layer.key_dim, layer.value_dim, size, *strides))
+    return None if dtype is None or dtypes else (dtype, made)
+
+
+def _shapes(layer: CacheLayer, tokens: int) -> list[tuple[int, int, int]]:
+    return [(tokens, layer.heads, dim) for dim in (layer.key_dim, layer.value_dim)]
+
+
+def _strides(layer: CacheLayer, tokens: int, where: np.ndarray) -> tuple[Strides, Strides] | None:
+    """The strides of K and of V in a block, from the places of their elements."""
+    logical = np.unravel_index(where, tuple(layer.cache.shape[1:]))
+    lies = sum(index * step for index, step in zip(logical, layer.cache.stride()[1:], strict=True))
+    shapes = _shapes(layer, tokens)
+    parts = np.split(np.asarray(lies), [int(np.prod(shapes[0]))])
+    key, value = (strides_of(part.reshape(shape)) for part, shape in zip(parts, shapes, strict=True))
+    return None if key is None or value is None else (key, value)
+
+
+def _probe(layer: CacheLayer, tokens: int) -> np.ndarray | None:
     """The place of each element of K, then of V, in a block (heads, tokens, content); None if unknown."""
-    cache, tokens = layer.cache, shapes[0][0]
+    cache, shapes = layer.cache, _shapes(layer, tokens)
+    count = sum(int(np.prod(shape)) for shape in shapes)
     strides = cache.stride()
     order = sorted(range(1, 4), key=lambda axis: -strides[axis])
     scratch = cache.new_zeros((2, *(cache.shape[axis] for axis in order)))

@@ -24,7 +24,7 @@ from kvcache.integrations.vllm.lookups import Lookups
 from kvcache.integrations.vllm.naming import Pages, Request, RequestKeys
 from kvcache.integrations.vllm.steps import PageLoad, PageSave, Report, Step
 
-__all__ = ["Planner"]
+__all__ = ["Planner", "Role"]
 
 log = logging.getLogger("kvcache")
 
@@ -49,8 +49,17 @@ class _Tracked:
     """A page could not be loaded, so the request is computed regardless of the stores."""
 
 
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What a planner does: look pages up and load them, save them, and save those of answers."""
+
+    reads: bool = True
+    writes: bool = True
+    save_generated: bool = True
+
+
 class Planner:
-    """``block_size`` is vLLM's; ``reads`` and ``writes`` depend on its role."""
+    """``block_size`` is vLLM's; ``role`` depends on vLLM's role and the connector's options."""
 
     def __init__(
         self,
@@ -58,12 +67,10 @@ class Planner:
         block_size: int,
         lookups: Lookups,
         counters: Counters,
-        reads: bool = True,
-        writes: bool = True,
-        save_generated: bool = True,
+        role: Role,
     ) -> None:
         self._pages, self._block_size, self._lookups = pages, block_size, lookups
-        self._reads, self._writes, self._save_generated = reads, writes, save_generated
+        self._role = role
         self._counters = counters
         self._tracked: dict[str, _Tracked] = {}
         self._loads: dict[str, list[PageLoad]] = {}
@@ -90,13 +97,13 @@ class Planner:
                 tracked.done = max(tracked.done, computed // size)
             return 0, False
         stored = self._lookups.pages(request.request_id, tokens, lambda: keys.upto(last * size))
-        if stored is None and self._reads:
+        if stored is None and self._role.reads:
             return None, False
         tracked.done = stored or 0  # a request that loads nothing waits for no store
         if stored is not None and stored < last:  # a timeout does not show that pages are missing
             self._forget_written(keys, stored, last)
         more = tracked.done * size - computed
-        return (more, True) if more > 0 and self._reads else (0, False)
+        return (more, True) if more > 0 and self._role.reads else (0, False)
 
     def admitted(self, request: Request, blocks: Sequence[int], external: int) -> None:
         """vLLM has allocated ``blocks`` for a request, of which ``external`` tokens must be loaded."""
@@ -155,7 +162,7 @@ class Planner:
         saves: list[PageSave] = []
         for request, computed in scheduled:
             tracked = self._tracked.get(request)
-            if tracked is None or tracked.keys is None or not self._writes:
+            if tracked is None or tracked.keys is None or not self._role.writes:
                 continue
             if request in admitted:
                 tracked.sure_at = self._sure_at
@@ -169,7 +176,7 @@ class Planner:
         """The pages that are complete by now. Drafts and tokens not yet sampled are not final."""
         request, size = tracked.request, self._pages.tokens
         sure = min(computed, len(request.all_token_ids))
-        if not self._save_generated:
+        if not self._role.save_generated:
             sure = min(sure, getattr(request, "num_prompt_tokens", sure))
         first, tracked.done = tracked.done, max(tracked.done, sure // size)
         if tracked.done == first:

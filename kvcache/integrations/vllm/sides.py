@@ -13,7 +13,7 @@ from kvcache.integrations.vllm.counters import Counters
 from kvcache.integrations.vllm.lookups import Lookups, stored_pages
 from kvcache.integrations.vllm.naming import Pages
 from kvcache.integrations.vllm.options import ConnectorOptions
-from kvcache.integrations.vllm.planner import Planner
+from kvcache.integrations.vllm.planner import Planner, Role
 from kvcache.integrations.vllm.transfers import PATIENCE, DeviceBlocks, Transfers
 from kvcache.integrations.vllm.work import Workers
 
@@ -47,9 +47,8 @@ class SchedulerSide:
             options.lookup_timeout,
             self.counters,
         )
-        self.planner = Planner(
-            pages, self._block_size, lookups, self.counters, reads, writes, options.save_generated
-        )
+        role = Role(reads, writes, options.save_generated)
+        self.planner = Planner(pages, self._block_size, lookups, self.counters, role)
         return self.planner
 
     def close(self) -> None:

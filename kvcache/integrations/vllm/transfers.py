@@ -234,5 +234,7 @@ class Transfers:
             time.sleep(POLL)
         self.settle()
         if pending:
-            log.warning("close: %d bytes are not written: a store does not answer in %g s", pending, PATIENCE)
+            log.warning(
+                "close: %d bytes were not written: a store did not answer within %g s", pending, PATIENCE
+            )
         return self._tier.close(0.0 if pending else PATIENCE) and ended

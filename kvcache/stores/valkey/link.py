@@ -145,7 +145,7 @@ class Link:
 
     def __init__(self, settings: ValkeyOptions) -> None:
         self._settings = settings
-        self._slots = threading.BoundedSemaphore(settings.connections)
+        self._permits = threading.BoundedSemaphore(settings.connections)
         self._idle: list[_Bounded] = []
         self._process = os.getpid()
 
@@ -157,7 +157,7 @@ class Link:
         """
         deadline = Deadline(self._settings.timeout, nbytes)
         try:
-            if not self._slots.acquire(timeout=deadline.left()):
+            if not self._permits.acquire(timeout=deadline.left()):
                 raise LostError("all connections are in use")
             with self._borrowed(deadline) as wire:
                 yield wire
@@ -169,7 +169,7 @@ class Link:
         """Up to ``most`` further connections within a block of ``wire``: those that are free at once."""
         with contextlib.ExitStack() as stack:
             wires: list[Wire] = []
-            while len(wires) < most and self._slots.acquire(blocking=False):
+            while len(wires) < most and self._permits.acquire(blocking=False):
                 try:
                     wires.append(stack.enter_context(self._borrowed(deadline)))
                 except (ValkeyError, OSError):  # the server takes no more of them
@@ -178,7 +178,7 @@ class Link:
 
     @contextlib.contextmanager
     def _borrowed(self, deadline: Deadline) -> Iterator[Wire]:
-        """One, for which a slot was acquired."""
+        """One, for which a permit was acquired."""
         connection: Any = None
         try:
             connection = self._taken()
@@ -191,7 +191,7 @@ class Link:
         else:
             self._idle.append(connection)
         finally:
-            self._slots.release()
+            self._permits.release()
 
     def _taken(self) -> _Bounded:
         if os.getpid() != self._process:

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import kvcache
 import ml
 from kvcache.storage.formats import CacheFormat
+from kvcache.testing.models import values
 from kvcache.testing.models.declared import skip_undeclared
-from kvcache.testing.models.values import Encoding, encoding, shift_extras
+from kvcache.testing.models.values import Encoding, shift_extras
 from ml import DType
 
 Held = list[dict[int, int]]
@@ -54,7 +55,7 @@ class Setup:
         return cache
 
     def unbound(self) -> kvcache.CausalCache:
-        shift = self.rows.shift_positions if self.can_shift else None
+        shift = self.encoding.shift_positions if self.can_shift else None
         more = shift_extras if self.can_shift and self.extra else None
         if self.window is not None:
             return kvcache.SlidingWindowCache(
@@ -65,9 +66,9 @@ class Setup:
         return kvcache.CausalCache(shift, shift_extra=more)
 
     @property
-    def rows(self) -> Encoding:
+    def encoding(self) -> Encoding:
         """An encoding of tokens that the cache's dtype represents exactly."""
-        return encoding(self.dtype, self.latent)
+        return values.encoding(self.dtype, self.latent)
 
     @property
     def computed(self) -> DType:

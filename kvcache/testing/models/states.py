@@ -1,20 +1,19 @@
-"""The specification of the recurrent cache as plain lists.
+"""The specification of the recurrent cache: the dictionary of the attention caches, projected onto states.
 
-A sequence is the list of its tokens; its state is the list of tokens that the state has seen. The two differ
-after a context shift, since the state still includes tokens that the attention layers dropped. The stored
-numbers are computed from that list and small enough to be exact in every dtype.
+A state is the list of tokens that it has seen. The stored numbers are computed from that list and small
+enough to be exact in every dtype.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 import kvcache
 import ml
-from kvcache.testing.models import values
+from kvcache.testing.models import attention, values
 from kvcache.testing.models.declared import skip_undeclared
 from ml import DType
 
@@ -31,9 +30,6 @@ MANY: dict[int | None, dict[str, kvcache.StateSpec]] = {
     2: {"conv": kvcache.StateSpec((5,), DType.F16)},
 }
 """Different states in each layer, including the attention layer."""
-
-Token = tuple[int, int]
-"""(cell, id): a restored token is in a different cell from the original."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +76,14 @@ class StateSetup:
         }
 
 
-@dataclass
-class ModelRow:
-    tokens: list[Token] = field(default_factory=list)
+@dataclass(frozen=True)
+class Fold:
+    """What the state of a sequence has seen: now, at its checkpoints, and inside the last pass.
+
+    ``seen`` differs from the sequence's tokens after a context shift, since a state still includes tokens
+    that the attention layers dropped.
+    """
+
     seen: tuple[int, ...] = ()
     points: dict[int, tuple[int, ...]] = field(default_factory=dict)
     inside: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -92,118 +93,114 @@ class ModelRow:
     def kept(self) -> dict[int, tuple[int, ...]]:
         return self.points | self.inside
 
-    def reach(self, position: int) -> int:
-        """The position that is reached when going back to ``position``."""
-        if len(self.tokens) <= position:
-            return len(self.tokens)
-        return max((point for point in self.kept if point <= position), default=0)
-
-    def cut(self, position: int) -> ModelRow:
-        end = self.reach(position)
-        seen = self.seen if end == len(self.tokens) else self.kept.get(end, ())
-        inside = {p: s for p, s in self.inside.items() if p < end}
-        return ModelRow(self.tokens[:end], seen, {p: s for p, s in self.points.items() if p <= end}, inside)
-
 
 @dataclass(frozen=True)
 class Copy:
-    """The content of a snapshot."""
+    """The content of a snapshot: of the dictionary, and what its state has seen."""
 
-    begin: int
-    tokens: tuple[Token, ...]
+    tokens: attention.Copy
     seen: tuple[int, ...]
 
     @property
-    def ids(self) -> tuple[int, ...]:
-        return tuple(token for _, token in self.tokens)
+    def begin(self) -> int:
+        return self.tokens.begin
 
     @property
     def end(self) -> int:
-        return self.begin + len(self.tokens)
+        return self.tokens.end
 
 
-class StateModel:
-    def __init__(self, setup: StateSetup) -> None:
-        self.setup = setup
-        self.rows = [ModelRow() for _ in range(setup.max_sequences)]
-        self.next_cell = 0
+class StateModel(attention.Model):
+    """The dictionary of an attention cache, and its folds: a sequence goes where its state can go with it."""
 
-    def free(self) -> int:
-        cells = self.setup.max_sequences * self.setup.capacity
-        cells += -cells % self.setup.config.cache_padding
-        return cells - len({token for row in self.rows for token in row.tokens})
+    def __init__(self, states: StateSetup) -> None:
+        super().__init__(
+            attention.Setup(
+                max_sequences=states.max_sequences, capacity=states.capacity, config=states.config,
+                can_shift=states.can_shift,
+            )
+        )  # fmt: skip
+        self.states = states
+        self.folds = [Fold() for _ in range(states.max_sequences)]
 
-    def fresh(self, ids: Sequence[int]) -> list[Token]:
-        first, self.next_cell = self.next_cell, self.next_cell + len(ids)
-        return [(first + i, token) for i, token in enumerate(ids)]
+    def length(self, seq: int) -> int:
+        return len(self.tokens[seq])
 
-    def start(self, sequences: Sequence[int], ids: Sequence[int]) -> None:
-        if len(ids) > self.free():
-            raise kvcache.CacheFullError(len(ids), self.free(), {})
-        for seq in dict.fromkeys(sequences):
-            row, mine = self.rows[seq], [t for t, s in zip(ids, sequences, strict=True) if s == seq]
-            count, last = self.setup.checkpoints, max(row.points, default=0)
-            if count and len(row.tokens) - last >= self.setup.interval:
-                self.keep(row)
-            row.tokens = row.tokens + self.fresh(mine)
-            row.seen, row.inside = (*row.seen, *mine), {}
+    def reach(self, seq: int, position: int) -> int:
+        """The position that is reached when going back to ``position``."""
+        if self.length(seq) <= position:
+            return self.length(seq)
+        return max((point for point in self.folds[seq].kept if point <= position), default=0)
 
-    def keep(self, row: ModelRow) -> None:
+    def can_resume(self, seq: int, position: int) -> bool:
+        return position == 0 or self.reach(seq, position) == position
+
+    def keep(self, seq: int) -> None:
         """Take a checkpoint; drop the oldest if there are too many."""
-        row.points = {**row.points, len(row.tokens): row.seen}
-        latest = sorted(row.points)[-self.setup.checkpoints :] if self.setup.checkpoints else []
-        row.points = {point: row.points[point] for point in latest}
+        fold = self.folds[seq]
+        points = fold.points | {self.length(seq): fold.seen}
+        latest = sorted(points)[-self.states.checkpoints :] if self.states.checkpoints else []
+        self.folds[seq] = replace(fold, points={point: points[point] for point in latest})
+
+    def _cut(self, seq: int, position: int) -> tuple[int, Fold]:
+        """The position reached when going back to ``position``, and the fold there."""
+        fold, end = self.folds[seq], self.reach(seq, position)
+        seen = fold.seen if end == self.length(seq) else fold.kept.get(end, ())
+        points = {p: at for p, at in fold.points.items() if p <= end}
+        return end, Fold(seen, points, {p: at for p, at in fold.inside.items() if p < end})
+
+    def start(self, positions: Sequence[int], sequences: Sequence[int], tokens: Sequence[int]) -> None:
+        before = [self.length(seq) for seq in range(self.states.max_sequences)]
+        super().start(positions, sequences, tokens)
+        for seq in dict.fromkeys(sequences):
+            fold, mine = self.folds[seq], [t for t, s in zip(tokens, sequences, strict=True) if s == seq]
+            points = fold.points
+            if self.states.checkpoints and before[seq] - max(points, default=0) >= self.states.interval:
+                points = points | {before[seq]: fold.seen}
+                points = {point: points[point] for point in sorted(points)[-self.states.checkpoints :]}
+            self.folds[seq] = Fold((*fold.seen, *mine), points)
 
     def copy_prefix(self, src: int, dst: int, length: int) -> None:
         if src == dst or length < 0:
             raise kvcache.InvalidRangeError(f"{src} {dst} {length}")
-        self.rows[dst] = self.rows[src].cut(length)
+        end, fold = self._cut(src, length)
+        super().copy_prefix(src, dst, end)
+        self.folds[dst] = fold
 
-    def remove(self, seq: int, begin: int, end: int | None) -> None:
-        row = self.rows[seq]
-        if begin < 0 or (end is not None and end < begin):
-            raise kvcache.InvalidRangeError(f"[{begin}, {end})")
-        if end is None or end >= len(row.tokens):
-            self.rows[seq] = row.cut(begin)
-        elif end > begin:
-            others = {token for s, other in enumerate(self.rows) if s != seq for token in other.tokens}
-            if not self.setup.can_shift or others.intersection(row.tokens[end:]):
-                raise kvcache.NotSupportedError(f"{seq}")
-            points, inside = (
-                {
-                    p if p <= begin else p - end + begin: seen
-                    for p, seen in kept.items()
-                    if not begin < p <= end
-                }
-                for kept in (row.points, row.inside)
-            )
-            self.rows[seq] = ModelRow(row.tokens[:begin] + row.tokens[end:], row.seen, points, inside)
+    def remove(self, seq: int, begin: int, end: int | None = None) -> None:
+        if end is None or end >= self.length(seq):
+            if begin < 0 or (end is not None and end < begin):
+                raise kvcache.InvalidRangeError(f"[{begin}, {end})")
+            stop, fold = self._cut(seq, begin)
+            super().remove(seq, stop)
+            self.folds[seq] = fold
+            return
+        super().remove(seq, begin, end)
+        points, inside = (
+            {p if p <= begin else p - end + begin: at for p, at in kept.items() if not begin < p <= end}
+            for kept in (self.folds[seq].points, self.folds[seq].inside)
+        )
+        self.folds[seq] = replace(self.folds[seq], points=points, inside=inside)
 
-    def snapshot(self, seq: int, begin: int, end: int) -> Copy:
-        row = self.rows[seq]
-        if not 0 <= begin <= end <= len(row.tokens):
-            raise kvcache.InvalidRangeError(f"[{begin}, {end})")
-        if end not in {0, len(row.tokens), *row.kept}:
+    def snapshot_of(self, seq: int, begin: int, end: int) -> Copy:
+        """The content of a snapshot, which ends where there is a state."""
+        tokens = super().snapshot(seq, begin, end)
+        if end not in {0, self.length(seq), *self.folds[seq].kept}:
             raise kvcache.NotSupportedError(f"{end}")
-        return Copy(begin, tuple(row.tokens[begin:end]), row.cut(end).seen)
+        return Copy(tokens, self._cut(seq, end)[1].seen)
 
-    def restore(self, seq: int, copy: Copy, target: int | None, shared: bool) -> bool:
-        """Restore a snapshot; returns whether it was possible. ``shared``: it is still in the cache, so its
-        cells are reused.
-        """
-        row = self.rows[seq]
-        if target not in (None, copy.end) or len(row.tokens) < copy.begin:
+    def restore_copy(self, seq: int, copy: Copy, target: int | None, shared: bool) -> bool:
+        """As ``restore``; keys and values come first, and a state goes only to the end of its snapshot."""
+        before = self.tokens[seq]
+        if not super().restore(seq, copy.tokens, target, shared):
             return False
-        before, self.rows[seq] = row, ModelRow(row.tokens[: copy.begin])
-        if not shared and len(copy.ids) > self.free():
-            self.rows[seq] = before
-            raise kvcache.CacheFullError(len(copy.ids), 0, {})
-        points = {point: seen for point, seen in before.points.items() if point <= copy.begin}
-        tokens = list(copy.tokens) if shared else self.fresh(copy.ids)
-        row = ModelRow(before.tokens[: copy.begin] + tokens, copy.seen, points)
-        self.rows[seq] = row
-        if row.tokens:
-            self.keep(row)
+        if target not in (None, copy.end):
+            self.tokens[seq] = before
+            return False
+        points = {point: seen for point, seen in self.folds[seq].points.items() if point <= copy.begin}
+        self.folds[seq] = Fold(copy.seen, points)
+        if copy.end > copy.begin:  # an empty snapshot brings no position that the sequence did not have
+            self.keep(seq)
         return True
 
 

@@ -48,7 +48,7 @@ def look(
     ctx: ml.Context,
     tokens: int,
     layer: int = 0,
-    rows: values.Encoding | None = None,
+    encoding: values.Encoding | None = None,
     extra: bool = False,
 ) -> list[dict[int, int]]:
     """position -> token for what each query of the pass sees in a layer.
@@ -58,20 +58,20 @@ def look(
     """
     cache.set_layer(layer)
     key, value, mask = cache.get(ctx)
-    config, rows = cache.config, rows or values.encoding(DType.F32)
+    config, encoding = cache.config, encoding or values.encoding(DType.F32)
     history = key.shape[0]
     assert history % config.cache_padding == 0
-    assert key.shape == (history, values.KV_HEADS, rows.key_dim)
-    wide = (history, values.KV_HEADS, rows.value_dim)
+    assert key.shape == (history, values.KV_HEADS, encoding.key_dim)
+    wide = (history, values.KV_HEADS, encoding.value_dim)
     assert value.shape == ((wide[1], wide[2], wide[0]) if config.permuted_v else wide)
     stored_key, stored_value = key.to_numpy().astype(np.float32), value.to_numpy().astype(np.float32)
     if config.permuted_v:
         stored_value = stored_value.transpose(2, 0, 1)
     seen = mask_of(mask, tokens, history, config)
     some = seen.any(axis=0)
-    ids, positions = rows.decode(stored_key)
+    ids, positions = encoding.decode(stored_key)
     for stored, expected in zip(
-        (stored_key, stored_value), rows.pair(ids[some], positions[some], layer), strict=True
+        (stored_key, stored_value), encoding.pair(ids[some], positions[some], layer), strict=True
     ):
         _same(stored[some], expected)
     if extra:
@@ -163,7 +163,7 @@ class Rig:
 
     def put_rows(self, ids: Sequence[int] | np.ndarray, positions: Sequence[int], layer: int) -> None:
         """Put keys, values and extras as a model passes them."""
-        rows, dtype = self.setup.rows.pair(ids, positions, layer), self.setup.activations
+        rows, dtype = self.setup.encoding.pair(ids, positions, layer), self.setup.activations
         key, value = (self.ctx.from_numpy(x, dtype) for x in rows)
         self._put_tensors(key, value, ids, positions, layer)
 
@@ -179,7 +179,7 @@ class Rig:
         host = values.extras(ids, positions, layer) if setup.extra else {}
         extra = {name: ctx.from_numpy(array) for name, array in host.items()}
         if setup.latent:
-            self.cache.put(ctx, key, v_dim=setup.rows.value_dim, extra=extra)
+            self.cache.put(ctx, key, v_dim=setup.encoding.value_dim, extra=extra)
         else:
             self.cache.put(ctx, key, value, extra=extra)
 
@@ -191,32 +191,34 @@ class Rig:
             for i, (position, seq) in enumerate(zip(positions, sequences, strict=True))
         ]
         for layer in range(self.setup.layers if layers is None else layers):
-            seen = look(self.cache, self.ctx, len(positions), layer, self.setup.rows, self.setup.extra)
+            seen = look(self.cache, self.ctx, len(positions), layer, self.setup.encoding, self.setup.extra)
             assert seen == expected, f"layer {layer}: saw {seen}, not {expected}"
 
     def check_attend(self, seed: int, lifted: Collection[int] = (), sinks: bool = False) -> None:
         """Check ``attend`` in every layer against float64 attention over the model's content."""
         positions, sequences = self.pass_
-        rows, computed = self.setup.rows, self.setup.computed
-        query = rows.queries(seed, len(positions))
+        encoding, computed = self.setup.encoding, self.setup.computed
+        query = encoding.queries(seed, len(positions))
         logits = np.linspace(-1, 1, values.HEADS, dtype=np.float32) if sinks else None
         for layer in range(self.setup.layers):
             self.cache.set_layer(layer)
             tensor = None if logits is None else self.ctx.from_numpy(logits, computed)
             asked = self.ctx.from_numpy(query, computed)
             attended = self.cache.attend(self.ctx, asked, 0.5, tensor)
-            assert attended.shape == (len(positions), values.HEADS, rows.value_dim)
+            assert attended.shape == (len(positions), values.HEADS, encoding.value_dim)
             wanted = []
             for i, (position, seq) in enumerate(zip(positions, sequences, strict=True)):
                 seen = self.model.visible(seq, position, i in lifted)
                 ids = list(seen.values())
-                wanted.append(reference_attention(query[i], *rows.pair(ids, list(seen), layer), 0.5, logits))
+                wanted.append(
+                    reference_attention(query[i], *encoding.pair(ids, list(seen), layer), 0.5, logits)
+                )
             self._check_close(attended, wanted)
 
     def check_selected(self, seed: int, sinks: bool = False) -> None:
         """Check ``attend`` over random selected rows of ``get`` against attention over the visible ones."""
         ctx, count, computed = self.ctx, len(self.pass_[0]), self.setup.computed
-        query, rng = self.setup.rows.queries(seed, count), np.random.default_rng(seed)
+        query, rng = self.setup.encoding.queries(seed, count), np.random.default_rng(seed)
         logits = np.linspace(-1, 1, values.HEADS, dtype=np.float32) if sinks else None
         for layer in range(self.setup.layers):
             self.cache.set_layer(layer)
@@ -239,7 +241,7 @@ class Rig:
             self._check_close(attended, wanted)
 
     def _check_close(self, attended: ml.Tensor, wanted: Sequence[np.ndarray]) -> None:
-        limit, content = TOLERANCE[self.setup.computed], slice(self.setup.rows.content, None)
+        limit, content = TOLERANCE[self.setup.computed], slice(self.setup.encoding.content, None)
         assert attended.dtype is self.setup.computed, "as the query"
         actual = attended.to_numpy().astype(np.float64)[:, :, content]
         np.testing.assert_allclose(actual, np.stack(wanted)[:, :, content], rtol=limit, atol=limit)
@@ -258,7 +260,7 @@ class Rig:
             self.cache.set_layer(layer)
             key, value = (
                 self.ctx.full((count, values.KV_HEADS, dim), np.nan, DType.F32)
-                for dim in (self.setup.rows.key_dim, self.setup.rows.value_dim)
+                for dim in (self.setup.encoding.key_dim, self.setup.encoding.value_dim)
             )
             self._put_tensors(key, value, [0] * count, self.pass_[0], layer)
 

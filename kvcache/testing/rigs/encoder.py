@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from kvcache import Batch
 from kvcache.snapshots.snapshot import EncoderSnapshot
 from kvcache.testing.models import values
 from kvcache.testing.rigs.attention import TOLERANCE, mask_of, reference_attention
+from kvcache.testing.rigs.machine import Op, Trace
 from ml import DType
 
 LAYERS = (0, 3)
@@ -169,48 +171,88 @@ class EncoderRig:
             self.check(computes)
 
 
-def encoder_trace(backend: ml.Backend, seed: int, floats: Sequence[DType], computes: bool) -> None:
-    """Run the trace of one seed; raises if the cache and its model differ."""
-    rnd = random.Random(seed)
+class EncoderMachine:
+    """Random calls on an encoder cache."""
+
+    def __init__(self, rig: EncoderRig, computes: bool) -> None:
+        self.rig, self.computes = rig, computes
+
+    def choose(self, rnd: random.Random) -> Op:
+        r, count = self.rig, self.rig.max_sequences
+        seq, roll = rnd.randrange(count), rnd.random()
+        if roll < 0.4:
+            pairs = [(rnd.randrange(8), s) for s in rnd.choices(range(count), k=rnd.randint(1, 4))]
+            pairs = rnd.sample(list(dict.fromkeys(pairs)), len(set(pairs)))
+            items = tuple(sorted(rnd.sample(range(len(pairs)), rnd.randint(0, len(pairs)))))
+            lengths = tuple(rnd.randint(1, 5) for _ in pairs)
+            return (
+                "encode",
+                tuple(p for p, _ in pairs),
+                tuple(s for _, s in pairs),
+                items,
+                lengths,
+                rnd.random() < 0.2,
+            )
+        if roll < 0.52 and count > 1:
+            return "copy_prefix", *rnd.sample(range(count), 2), rnd.randrange(9)
+        if roll < 0.68 or not r.copies:
+            begin = rnd.randrange(4)
+            return "snapshot", seq, begin, begin + rnd.randrange(6)
+        if roll < 0.76:
+            which = rnd.randrange(len(r.copies))
+            begin, end = r.copies[which][0].begin, r.copies[which][0].end
+            return rnd.choice(
+                (("restore", seq, which, rnd.randint(0, end + 1)), ("split", which, rnd.randint(begin, end)))
+            )
+        if roll < 0.88:
+            begin = rnd.randrange(8)
+            return "remove", seq, begin, rnd.choice((None, begin + rnd.randrange(4)))
+        return "look", self.computes, rnd.random() < 0.5
+
+    def apply(self, op: Op) -> None:
+        name, *rest = op
+        args: Any = rest
+        if name == "encode":
+            self._encode(*args)
+        elif name not in ("restore", "split"):
+            getattr(self.rig, str(name))(*args)
+        elif self.rig.copies:
+            at = len(args) - 2
+            args[at] %= len(self.rig.copies)
+            if name == "split":
+                snapshot = self.rig.copies[args[0]][0]
+                args[1] = min(max(args[1], snapshot.begin), snapshot.end)
+            getattr(self.rig, str(name))(*args)
+
+    def _encode(
+        self, positions: Sequence[int], sequences: Sequence[int], items: Sequence[int],
+        lengths: Sequence[int], undone: bool,
+    ) -> None:  # fmt: skip
+        r, before = self.rig, dict(self.rig.outputs)
+        r.start(positions, sequences, items)
+        r.put(*lengths[: len(r.receivers)])
+        if all(seq in r.outputs for seq in sequences):
+            r.check(self.computes)
+        if undone:
+            r.cache.undo_forward()
+            r.outputs = before
+
+    def finish(self) -> None:
+        for which, (snapshot, _) in enumerate(self.rig.copies):
+            self.rig.restore(0, which, snapshot.end)
+            self.rig.look(computes=False)
+        self.rig.look(self.computes)
+
+
+def encoder_trace(rnd: random.Random, floats: Sequence[DType], computes: bool) -> Trace:
     config = ml.CacheConfig(
         mask_batch_padding=rnd.choice((1, 3)),
         mask_dtype=rnd.choice(list(floats)),
         permuted_v=rnd.random() < 0.3,
     )
-    with backend.new_context() as ctx:
-        count = rnd.randint(1, 4)
-        r = EncoderRig(backend, ctx, rnd.choice(list(floats)), config, count)
-        for _ in range(rnd.randint(3, 12)):
-            seq, roll = rnd.randrange(count), rnd.random()
-            if roll < 0.4:
-                pairs = [(rnd.randrange(8), s) for s in rnd.choices(range(count), k=rnd.randint(1, 4))]
-                pairs = rnd.sample(list(dict.fromkeys(pairs)), len(set(pairs)))
-                items = sorted(rnd.sample(range(len(pairs)), rnd.randint(0, len(pairs))))
-                before = dict(r.outputs)
-                r.start([p for p, _ in pairs], [s for _, s in pairs], items)
-                r.put(*(rnd.randint(1, 5) for _ in r.receivers))
-                if all(s in r.outputs for _, s in pairs):
-                    r.check(computes)
-                if rnd.random() < 0.2:
-                    r.cache.undo_forward()
-                    r.outputs = before
-            elif roll < 0.52 and count > 1:
-                src, dst = rnd.sample(range(count), 2)
-                r.copy_prefix(src, dst, rnd.randrange(9))
-            elif roll < 0.68 or not r.copies:
-                begin = rnd.randrange(4)
-                r.snapshot(seq, begin, begin + rnd.randrange(6))
-            elif roll < 0.76:
-                which = rnd.randrange(len(r.copies))
-                snapshot = r.copies[which][0]
-                r.restore(seq, which, rnd.randint(0, snapshot.end + 1))
-                r.split(which, rnd.randint(snapshot.begin, snapshot.end))
-            elif roll < 0.88:
-                begin = rnd.randrange(8)
-                r.remove(seq, begin, rnd.choice((None, begin + rnd.randrange(4))))
-            else:
-                r.look(computes, read_only=rnd.random() < 0.5)
-        for which, (snapshot, _) in enumerate(r.copies):
-            r.restore(0, which, snapshot.end)
-            r.look(computes=False)
-        r.look(computes)
+    count, dtype = rnd.randint(1, 4), rnd.choice(list(floats))
+
+    def machine(backend: ml.Backend, ctx: ml.Context) -> EncoderMachine:
+        return EncoderMachine(EncoderRig(backend, ctx, dtype, config, count), computes)
+
+    return Trace((config, dtype, count), rnd.randint(3, 12), machine)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from kvcache.storage.state_slots import HeldStates
 from kvcache.testing.models import values
 from kvcache.testing.models.states import ATTENTION_LAYER, Copy, StateModel, StateSetup, state_values
 from kvcache.testing.rigs.attention import look, outcome
+from kvcache.testing.rigs.machine import Op, Trace
 from ml import DType
 
 
@@ -46,8 +47,8 @@ class StateRig:
         """The batch with the next token of each of ``sequences`` (named once per token)."""
         self.sequences = list(sequences)
         self.ids = list(range(self.next_token, self.next_token + len(sequences)))
-        self.before = [row.seen for row in self.model.rows]
-        self.lengths = [len(row.tokens) for row in self.model.rows]
+        self.before = [fold.seen for fold in self.model.folds]
+        self.lengths = [len(row) for row in self.model.tokens]
         seen = list(self.lengths)
         self.wanted: dict[int, tuple[int, ...]] = {}
         for seq in dict.fromkeys(sequences):
@@ -63,7 +64,7 @@ class StateRig:
 
     def begin(self) -> None:
         """Begin the planned pass in the model."""
-        self.model.start(self.sequences, self.ids)
+        self.model.start(self.positions, self.sequences, self.ids)
         self.next_token += len(self.ids)
         self.wants = {seq: wanted for seq, wanted in self.wants.items() if seq not in self.sequences}
 
@@ -105,7 +106,9 @@ class StateRig:
                 self.deliver(kind, layer)
         if self.delivery in ("wanted", "all"):
             for seq, counts in self.wanted.items():
-                self.model.rows[seq].inside = {self.lengths[seq] + n: self.seen(seq, n) for n in counts}
+                self.model.folds[seq].inside.update(
+                    {self.lengths[seq] + n: self.seen(seq, n) for n in counts}
+                )
         self.cache.set_layer(ATTENTION_LAYER)
         key = values.keys(self.ids, self.positions, ATTENTION_LAYER)
         self.cache.put(
@@ -142,7 +145,7 @@ class StateRig:
         order = list(dict.fromkeys(self.sequences))
         views = {(kind, layer): self.state(kind, layer) for kind, layer in self.layout}
         under_way = self.cache.pass_under_way()
-        seen = [len(row.tokens) for row in self.model.rows]
+        seen = [len(row) for row in self.model.tokens]
         positions = []
         for seq in sequences:
             positions.append(seen[seq])
@@ -155,8 +158,8 @@ class StateRig:
             self.cache.undo_forward(under_way)
             assert self.cache.wanted_states() == self.wanted
         for (kind, layer), state in views.items():
-            rows, shape = self.model.rows, self.layout[kind, layer][0]
-            expected = np.stack([state_values(rows[seq].seen, kind, layer, shape) for seq in order])
+            folds, shape = self.model.folds, self.layout[kind, layer][0]
+            expected = np.stack([state_values(folds[seq].seen, kind, layer, shape) for seq in order])
             for view in (state, self.state(kind, layer)):
                 np.testing.assert_array_equal(view.to_numpy().astype(np.float32), expected)
             self.write(kind, layer, in_place=True)
@@ -167,12 +170,12 @@ class StateRig:
         """A read-only pass with a query at the last token of each sequence: states are copies and cannot be
         set.
         """
-        positions = [len(self.model.rows[seq].tokens) - 1 for seq in sequences]
+        positions = [self.model.length(seq) - 1 for seq in sequences]
         self.cache.start_forward(self.ctx, Batch(positions, list(sequences)), read_only=True)
         assert self.cache.sequences == tuple(sequences)
         self.sequences = list(sequences)
         for kind, layer in self.layout:
-            state = self.check_state(kind, layer, {seq: self.model.rows[seq].seen for seq in sequences})
+            state = self.check_state(kind, layer, {seq: self.model.folds[seq].seen for seq in sequences})
             refusal = outcome(functools.partial(self.write, kind, layer, in_place=False))
             assert isinstance(refusal, kvcache.OrderError)
             wrong = self.ctx.full(state.shape, 99, state.dtype)
@@ -206,7 +209,7 @@ class StateRig:
 
     def write(self, kind: str, layer: int, in_place: bool) -> None:
         order, (shape, dtype) = dict.fromkeys(self.sequences), self.layout[kind, layer]
-        host = np.stack([state_values(self.model.rows[seq].seen, kind, layer, shape) for seq in order])
+        host = np.stack([state_values(self.model.folds[seq].seen, kind, layer, shape) for seq in order])
         new = self.given(kind, layer, host)
         if in_place:
             self.ctx.forward(new.copy(self.ctx, self.state(kind, layer)))
@@ -222,8 +225,7 @@ class StateRig:
     def check_seen(self) -> None:
         seen = look(self.cache.attention, self.ctx, len(self.ids), ATTENTION_LAYER)
         for visible, seq, position in zip(seen, self.sequences, self.positions, strict=True):
-            tokens = self.model.rows[seq].tokens[: position + 1]
-            assert visible == {p: token for p, (_, token) in enumerate(tokens)}
+            assert visible == self.model.visible(seq, position)
 
     def forward(self, *sequences: int, in_place: bool = False) -> bool:
         taken = self.start(sequences)
@@ -257,18 +259,17 @@ class StateRig:
 
     def checkpoint(self, seq: int) -> None:
         self.cache.checkpoint(seq)
-        row = self.model.rows[seq]
-        if row.tokens:
-            self.model.keep(row)
+        if self.model.tokens[seq]:
+            self.model.keep(seq)
         self.check()
 
     def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> None:
-        stop = len(self.model.rows[seq].tokens) if end is None else end
+        stop = self.model.length(seq) if end is None else end
         taken: list[WrapperSnapshot] = []
         copied: list[Copy] = []
         self.agree(
             lambda: taken.append(self.cache.snapshot(seq, begin, end)),
-            lambda: copied.append(self.model.snapshot(seq, begin, stop)),
+            lambda: copied.append(self.model.snapshot_of(seq, begin, stop)),
         )
         row = self.cache.states.state_table.rows[seq]
         if taken and taken[0].end == row.offset and row.slot is not None:
@@ -282,7 +283,7 @@ class StateRig:
         shared, slots = snapshot.parts[0].in_cache, self.slots()
         self.agree(
             lambda: answers.append(self.cache.restore(seq, snapshot, target)),
-            lambda: answers.append(self.model.restore(seq, copy, target, shared)),
+            lambda: answers.append(self.model.restore_copy(seq, copy, target, shared)),
         )
         assert len(set(answers)) < 2, f"restore gave {answers}"
         if answers and answers[0]:
@@ -293,20 +294,20 @@ class StateRig:
 
     def scheduled(self, seq: int, ahead: Sequence[int], count: int) -> None:
         """Schedule snapshots ``ahead`` of the end, and run a pass of ``count`` tokens."""
-        offset = len(self.model.rows[seq].tokens)
+        offset = self.model.length(seq)
         due = sorted({offset + step for step in ahead})
         self.schedule(seq, due)
         if self.start([seq] * count):
             self.step()
             stop = offset + count
             assert self.cache.next_snapshot(seq) == min((end for end in due if end > stop), default=None)
-            there = {stop, *self.model.rows[seq].inside}
+            there = {stop, *self.model.folds[seq].inside}
             taken = self.cache.take_snapshots(seq)
             assert [snapshot.end for snapshot in taken] == [end for end in due if end in there]
             assert self.cache.skipped_snapshots(seq) == [
                 end for end in due if end < stop and end not in there
             ]
-            self.copies += [(one, self.model.snapshot(seq, one.begin, one.end)) for one in taken]
+            self.copies += [(one, self.model.snapshot_of(seq, one.begin, one.end)) for one in taken]
         self.cache.cancel_snapshots(seq)
         self.due.pop(seq)
         self.check()
@@ -329,24 +330,22 @@ class StateRig:
     def check(self) -> None:
         """Check offsets, checkpoints, positions, and the positions that each sequence can go back to."""
         assert self.cache.attention.free_cells == self.model.free()
-        for seq, row in enumerate(self.model.rows):
-            offset = len(row.tokens)
+        for seq, fold in enumerate(self.model.folds):
+            offset = self.model.length(seq)
             assert self.cache.offset(seq) == offset
             assert self.cache.attention.positions(seq).tolist() == list(range(offset))
-            assert self.cache.checkpoints(seq) == tuple(sorted(row.points))
-            for position in {0, 1, offset - 1, offset, offset + 1, *row.kept} - {-1}:
-                assert self.cache.prepare_restore(seq, position) == (row.reach(position) or None)
-                expected = position == 0 or row.reach(position) == position
-                assert self.cache.can_resume(seq, position) == expected
+            assert self.cache.checkpoints(seq) == tuple(sorted(fold.points))
+            for position in {0, 1, offset - 1, offset, offset + 1, *fold.kept} - {-1}:
+                assert self.cache.prepare_restore(seq, position) == (self.model.reach(seq, position) or None)
+                assert self.cache.can_resume(seq, position) == self.model.can_resume(seq, position)
 
     def drain(self) -> None:
         """Read back every state and token, by adding one token to each sequence in turn."""
         for seq in range(self.setup.max_sequences):
-            self.model.rows[seq] = row = replace(self.model.rows[seq])
             if self.model.free():
                 assert self.forward(seq)
             self.remove(seq, 0)
-            assert not self.model.rows[seq].tokens, row
+            assert not self.model.tokens[seq]
 
 
 def state_of(snapshot: WrapperSnapshot) -> HeldStates:
@@ -380,97 +379,131 @@ def random_state_setup(rnd: random.Random, floats: Sequence[DType]) -> StateSetu
     )
 
 
-def state_trace(backend: ml.Backend, seed: int, floats: Sequence[DType]) -> None:
-    """Run the trace of one seed; raises if the cache and its model differ."""
-    rnd = random.Random(seed)
+def state_trace(rnd: random.Random, floats: Sequence[DType], computes: bool) -> Trace:
     setup = random_state_setup(rnd, floats)
-    with backend.new_context() as ctx:
-        rig = StateRig(setup, backend, ctx)
-        for _ in range(rnd.randrange(5, 18)):
-            _random_call(rnd, rig)
-        rig.drain()
-        rig.check_copies()
-        rig.cache.close()
+    return Trace(setup, rnd.randrange(5, 18), functools.partial(StateMachine, setup))
 
 
-def _random_call(rnd: random.Random, rig: StateRig) -> None:
-    count = rig.setup.max_sequences
-    seq = rnd.randrange(count)
-    length = len(rig.model.rows[seq].tokens)
-    roll = rnd.random()
-    if roll < 0.5:
-        some = rnd.sample(range(count), rnd.randint(1, count))
-        _random_pass(rnd, rig, rnd.choices(some, k=rnd.randint(1, 5)))
-    elif roll < 0.62:
-        rig.copy_prefix(seq, rnd.randrange(count), rnd.randint(-1 if rnd.random() < 0.1 else 0, length + 1))
-    elif roll < 0.72:
-        rig.remove(seq, rnd.randint(0, length + 1))
-    elif roll < 0.84:
-        begin = rnd.randint(0, length)
-        rig.remove(seq, begin, begin + rnd.randint(-1 if rnd.random() < 0.1 else 0, 4))
-    elif roll < 0.85:
-        rig.checkpoint(seq)
-    elif roll < 0.87:
-        holders = [other for other in range(count) if rig.model.rows[other].tokens]
-        if holders:
-            rig.read(rnd.sample(holders, rnd.randint(1, len(holders))))
-    elif roll < 0.90:
-        rig.delivery = rnd.choice(("none", "wanted", "all", "some"))
-        rig.scheduled(seq, rnd.sample(range(1, 6), 3), rnd.randint(1, 6))
-    elif roll < 0.93:
-        end = rnd.choice([None, rnd.randint(0, length)])
-        rig.snapshot(seq, rnd.randint(0, length if end is None else end), end)
-    elif rig.copies:
+class StateMachine:
+    """Random calls on a recurrent cache."""
+
+    def __init__(self, setup: StateSetup, backend: ml.Backend, ctx: ml.Context) -> None:
+        self.rig, self.count = StateRig(setup, backend, ctx), setup.max_sequences
+
+    def choose(self, rnd: random.Random) -> Op:
+        rig, count, seq, roll = self.rig, self.count, rnd.randrange(self.count), rnd.random()
+        length = rig.model.length(seq)
+        if roll < 0.5:
+            return self._pass(rnd, rnd.sample(range(count), rnd.randint(1, count)))
+        if roll < 0.62:
+            return (
+                "copy_prefix",
+                seq,
+                rnd.randrange(count),
+                rnd.randint(-1 if rnd.random() < 0.1 else 0, length + 1),
+            )
+        if roll < 0.72:
+            return "remove", seq, rnd.randint(0, length + 1)
+        if roll < 0.84:
+            begin = rnd.randint(0, length)
+            return "remove", seq, begin, begin + rnd.randint(-1 if rnd.random() < 0.1 else 0, 4)
+        if roll < 0.85:
+            return "checkpoint", seq
+        if roll < 0.87:
+            return "read", tuple(rnd.sample(range(count), rnd.randint(1, count)))
+        if roll < 0.90:
+            return "scheduled", seq, tuple(rnd.sample(range(1, 6), 3)), rnd.randint(1, 6), _delivery(rnd)
+        if roll < 0.93 or not rig.copies:
+            end = rnd.choice([None, rnd.randint(0, length)])
+            return "snapshot", seq, rnd.randint(0, length if end is None else end), end
         which = rnd.randrange(len(rig.copies))
-        if rnd.random() < 0.3:
-            snapshot = rig.copies[which][0]
-            nbytes = snapshot.nbytes
-            snapshot.detach()
-            assert (snapshot.in_cache, snapshot.nbytes) == (False, nbytes)
         end = rig.copies[which][1].end
-        rig.restore(seq, which, rnd.choice([None, end, max(0, end - 1)]))
+        return "restore", seq, which, rnd.choice([None, end, max(0, end - 1)]), rnd.random() < 0.3
 
+    def _pass(self, rnd: random.Random, some: Sequence[int]) -> Op:
+        """A pass over some sequences: what it delivers, which drafted states are wanted, how it ends, and a
+        seed of smaller choices."""
+        sequences = tuple(rnd.choices(some, k=rnd.randint(1, 5)))
+        drafted = (
+            (rnd.choice(sequences), *rnd.sample(range(6), rnd.randint(1, 4))) if rnd.random() < 0.5 else ()
+        )
+        end = rnd.choices(("", "fails", "fails late", "is resumed"), (65, 10, 8, 17))[0]
+        return "pass", sequences, _delivery(rnd), drafted, end, rnd.randrange(1 << 16)
 
-def _random_pass(rnd: random.Random, rig: StateRig, sequences: list[int]) -> None:
-    rig.delivery = rnd.choice(("none", "wanted", "wanted", "all", "some"))
-    if rnd.random() < 0.5:  # drafted tokens
-        seq = rnd.choice(sequences)
-        begin = len(rig.model.rows[seq].tokens)
-        rig.want(seq, sorted(rnd.sample(range(begin, begin + 6), rnd.randint(1, 4))))
-    if not rig.start(sequences):
+    def apply(self, op: Op) -> None:
+        name, *rest = op
+        args: Any = rest
+        rig = self.rig
+        if name == "pass":
+            self._apply_pass(*args)
+        elif name == "read":
+            if holders := [seq for seq in args[0] if rig.model.length(seq)]:
+                rig.read(holders)
+        elif name == "scheduled":
+            rig.delivery = args.pop()
+            rig.scheduled(*args)
+        elif name == "restore":
+            seq, which, target, detached = args
+            if rig.copies:
+                snapshot = rig.copies[which % len(rig.copies)][0]
+                if detached:
+                    nbytes = snapshot.nbytes
+                    snapshot.detach()
+                    assert (snapshot.in_cache, snapshot.nbytes) == (False, nbytes)
+                rig.restore(seq, which % len(rig.copies), target)
+        else:
+            getattr(rig, str(name))(*args)
+
+    def _apply_pass(
+        self, sequences: Sequence[int], delivery: str, drafted: Sequence[int], end: str, seed: int
+    ) -> None:
+        rig, rnd, order = self.rig, random.Random(seed), list(dict.fromkeys(sequences))
+        rig.delivery = delivery
+        if drafted:
+            seq, *ahead = drafted
+            rig.want(seq, sorted(rig.model.length(seq) + step for step in ahead))
+        if not rig.start(sequences):
+            rig.check()
+            return
+        if end == "fails":  # after writing some of the states
+            rig.write("conv", 0, in_place=("conv", 0) in rig.known)
+            self._take_back(order)
+            return
+        rig.step(lambda: rnd.random() < 0.5)
         rig.check()
-        return
-    if rnd.random() < 0.1:  # the model fails after writing some of the states
-        rig.write("conv", 0, in_place=("conv", 0) in rig.known)
-        for seq in dict.fromkeys(sequences):
-            rig.remove(seq, rig.lengths[seq])
-        return
-    rig.step(lambda: rnd.random() < 0.5)
-    rig.check()
-    if _settled(rnd, rig):
-        return
-    if rnd.random() < 0.1:  # it fails after keeping some of the sequences
-        for seq in dict.fromkeys(sequences):
-            if rnd.random() < 0.5:
-                rig.snapshot(seq)
-        rig.spoil()
-        for seq in dict.fromkeys(sequences):
-            rig.remove(seq, rig.lengths[seq])
-        return
-    if rnd.random() < 0.2:
-        count = rig.setup.max_sequences
-        for seq in range(count):
-            end = len(rig.model.rows[seq].tokens)
-            rig.want(seq, [end + 1, end + 2])
-        rig.start_and_resume(rnd.choices(range(count), k=rnd.randint(1, 5)))
+        if self._settled(rnd):
+            return
+        if end == "fails late":  # after keeping some of the sequences
+            for seq in order:
+                if rnd.random() < 0.5:
+                    rig.snapshot(seq)
+            rig.spoil()
+            self._take_back(order)
+        elif end == "is resumed":
+            for seq in range(self.count):
+                stop = rig.model.length(seq)
+                rig.want(seq, [stop + 1, stop + 2])
+            rig.start_and_resume(rnd.choices(range(self.count), k=rnd.randint(1, 5)))
+
+    def _take_back(self, order: Sequence[int]) -> None:
+        for seq in order:
+            self.rig.remove(seq, self.rig.lengths[seq])
+
+    def _settled(self, rnd: random.Random) -> bool:
+        """Whether some drafted tokens were rejected."""
+        inside = [(seq, at) for seq, fold in enumerate(self.rig.model.folds) for at in fold.inside]
+        if not inside or rnd.random() < 0.3:
+            return False
+        seq, at = rnd.choice(inside)
+        if rnd.random() < 0.3:
+            self.rig.snapshot(seq, 0, at)
+        return self.rig.remove(seq, at)
+
+    def finish(self) -> None:
+        self.rig.drain()
+        self.rig.check_copies()
+        self.rig.cache.close()
 
 
-def _settled(rnd: random.Random, rig: StateRig) -> bool:
-    """Whether some drafted tokens were rejected."""
-    inside = [(seq, at) for seq in range(rig.setup.max_sequences) for at in rig.model.rows[seq].inside]
-    if not inside or rnd.random() < 0.3:
-        return False
-    seq, at = rnd.choice(inside)
-    if rnd.random() < 0.3:
-        rig.snapshot(seq, 0, at)
-    return rig.remove(seq, at)
+def _delivery(rnd: random.Random) -> str:
+    return rnd.choice(("none", "wanted", "wanted", "all", "some"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Sequence
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from kvcache.snapshots.snapshot import WrapperSnapshot
 from kvcache.testing.models import values
 from kvcache.testing.models.attention import Copy, Held, Model, Setup
 from kvcache.testing.rigs.attention import Rig, outcome
+from kvcache.testing.rigs.machine import Op, Trace
 from ml import DType
 
 
@@ -259,9 +260,80 @@ class _Part(Rig):
         self._put(self.ctx, self.ctx.from_numpy(key), self.ctx.from_numpy(value))
 
 
-def wrapper_trace(backend: ml.Backend, seed: int) -> None:
-    """The trace of one seed; raises where the wrapper and its models part."""
-    rnd = random.Random(seed)
+class WrapperMachine:
+    """Random calls on a wrapper."""
+
+    def __init__(
+        self, setups: Sequence[Setup], foreign: int | None, backend: ml.Backend, ctx: ml.Context
+    ) -> None:
+        self.rig, self.count = WrapperRig(setups, backend, ctx, foreign), setups[0].max_sequences
+
+    def choose(self, rnd: random.Random) -> Op:
+        r, seq, roll = self.rig, rnd.randrange(self.count), rnd.random()
+        if r.foreign is None and rnd.random() < 0.25:
+            return self._snapshot(rnd, seq)
+        if roll < 0.6:
+            return self._pass(rnd)
+        if roll < 0.75 and self.count > 1:
+            return "copy_prefix", *rnd.sample(range(self.count), 2), rnd.randrange(6)
+        if r.foreign is None or roll < 0.85:  # a foreign cache's refusal is only known afterwards
+            begin = rnd.randint(0, r.last(seq) + 1)
+            return "remove", seq, begin, rnd.choice((None, begin + rnd.randrange(4)))
+        return ("nothing",)
+
+    def _pass(self, rnd: random.Random) -> Op:
+        last, pairs = [self.rig.last(seq) for seq in range(self.count)], []
+        for _ in range(rnd.randint(1, 4)):
+            seq = rnd.randrange(self.count)
+            last[seq] += 1
+            pairs.append((last[seq], seq))
+        if rnd.random() < 0.1:
+            pairs[-1] = rnd.randrange(6), pairs[-1][1]
+        positions, sequences = tuple(p for p, _ in pairs), tuple(s for _, s in pairs)
+        if self.rig.foreign is not None and rnd.random() < 0.2:
+            return "refused_start", positions, sequences
+        if rnd.random() < 0.1:
+            return "read", tuple(max(0, p - rnd.randrange(3)) for p in positions), sequences
+        return "forward", positions, sequences, (0,) * (self.rig.foreign is None and rnd.random() < 0.1)
+
+    def _snapshot(self, rnd: random.Random, seq: int) -> Op:
+        r, roll = self.rig, rnd.random()
+        if roll < 0.4 or not r.copies:
+            offset = r.last(seq) + 1
+            return "snapshot", seq, rnd.randint(0, offset), rnd.choice((None, rnd.randint(0, offset + 1)))
+        which = rnd.randrange(len(r.copies))
+        begin, end = r.copies[which][0].begin, r.copies[which][0].end
+        if roll < 0.8:
+            return (
+                "restore",
+                which,
+                rnd.randrange(self.count),
+                rnd.choice((None, rnd.randint(begin, end + 1))),
+            )
+        return ("split", which, rnd.randint(begin, end)) if roll < 0.9 else ("detach", which)
+
+    def apply(self, op: Op) -> None:
+        name, *rest = op
+        args: Any = rest
+        if name in ("restore", "split", "detach"):
+            if not self.rig.copies:
+                return
+            args[0] %= len(self.rig.copies)
+            snapshot = self.rig.copies[args[0]][0]
+        if name == "split":
+            self.rig.split(args[0], min(max(args[1], snapshot.begin), snapshot.end))
+        elif name == "detach":
+            nbytes = snapshot.nbytes
+            snapshot.detach()
+            assert (snapshot.in_cache, snapshot.nbytes) == (False, nbytes)
+        elif name != "nothing":
+            getattr(self.rig, str(name))(*args)
+
+    def finish(self) -> None:
+        self.rig.drain()
+
+
+def wrapper_trace(rnd: random.Random, floats: Sequence[DType], computes: bool) -> Trace:
     common: dict[str, Any] = {
         "max_sequences": rnd.randint(1, 3), "capacity": rnd.choice((5, 9)), "max_batch": rnd.choice((2, 5)),
     }  # fmt: skip
@@ -270,56 +342,4 @@ def wrapper_trace(backend: ml.Backend, seed: int) -> None:
         Setup(can_shift=rnd.random() < 0.9, **common, **rnd.choice(kinds)) for _ in range(rnd.randint(1, 3))
     ]
     foreign = rnd.choice((None, rnd.randrange(len(setups))))
-    with backend.new_context() as ctx:
-        r = WrapperRig(setups, backend, ctx, foreign)
-        for _ in range(rnd.randrange(4, 12)):
-            _random_call(rnd, r, common["max_sequences"])
-        r.drain()
-
-
-def _random_call(rnd: random.Random, r: WrapperRig, count: int) -> None:
-    seq, roll = rnd.randrange(count), rnd.random()
-    if r.foreign is None and rnd.random() < 0.25:
-        _random_snapshot(rnd, r, seq, count)
-    elif roll < 0.6:
-        last = [r.last(s) for s in range(count)]
-        pairs = []
-        for _ in range(rnd.randint(1, 4)):
-            seq = rnd.randrange(count)
-            last[seq] += 1
-            pairs.append((last[seq], seq))
-        if rnd.random() < 0.1:
-            pairs[-1] = rnd.randrange(6), pairs[-1][1]
-        lifted = [0] if r.foreign is None and rnd.random() < 0.1 else []
-        if r.foreign is not None and rnd.random() < 0.2:
-            r.refused_start([p for p, _ in pairs], [s for _, s in pairs])
-            return
-        if rnd.random() < 0.1:
-            r.read([max(0, p - rnd.randrange(3)) for p, _ in pairs], [s for _, s in pairs])
-        r.forward([p for p, _ in pairs], [s for _, s in pairs], lifted)
-    elif roll < 0.75 and count > 1:
-        src, dst = rnd.sample(range(count), 2)
-        r.copy_prefix(src, dst, rnd.randrange(6))
-    elif r.foreign is None or roll < 0.85:  # a foreign cache's refusal is only known afterwards
-        begin = rnd.randint(0, r.last(seq) + 1)
-        r.remove(seq, begin, rnd.choice((None, begin + rnd.randrange(4))))
-
-
-def _random_snapshot(rnd: random.Random, r: WrapperRig, seq: int, count: int) -> None:
-    roll = rnd.random()
-    if roll < 0.4 or not r.copies:
-        offset = r.last(seq) + 1
-        end = rnd.choice((None, rnd.randint(0, offset + 1)))
-        r.snapshot(seq, rnd.choice((0, rnd.randint(0, offset))), end)
-        return
-    which = rnd.randrange(len(r.copies))
-    snapshot, _ = r.copies[which]
-    if roll < 0.8:
-        target = rnd.choice((None, None, rnd.randint(snapshot.begin, snapshot.end + 1)))
-        r.restore(which, rnd.randrange(count), target)
-    elif roll < 0.9:
-        r.split(which, rnd.randint(snapshot.begin, snapshot.end))
-    else:
-        nbytes = snapshot.nbytes
-        snapshot.detach()
-        assert (snapshot.in_cache, snapshot.nbytes) == (False, nbytes)
+    return Trace((setups, foreign), rnd.randrange(4, 12), partial(WrapperMachine, setups, foreign))

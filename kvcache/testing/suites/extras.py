@@ -94,7 +94,7 @@ class ExtrasTests(CacheCase):
         r.put_nan()
         r.forward([2], [0])
         history = r.cache.get(r.ctx)[0].shape[0]
-        query = r.ctx.from_numpy(r.setup.rows.queries(1, 1), r.setup.computed)
+        query = r.ctx.from_numpy(r.setup.encoding.queries(1, 1), r.setup.computed)
         chosen = np.arange(-1, max(history, r.cache.cells), dtype=np.int32)[None]
         attended = r.cache.attend(r.ctx, query, 0.5, select=r.ctx.from_numpy(chosen)).to_numpy()
         np.testing.assert_allclose(
@@ -106,7 +106,7 @@ class ExtrasTests(CacheCase):
         apart, once = rig(replace(BOTH, latent=False, extra=False)), rig(replace(BOTH, extra=False))
         for r in (apart, once):
             r.forward(range(3), 0)
-        rows, cells = once.setup.rows, once.cache.cells
+        rows, cells = once.setup.encoding, once.cache.cells
         assert once.cache.nbytes == 2 * cells * values.KV_HEADS * rows.key_dim * 4
         assert apart.cache.nbytes == 2 * cells * values.KV_HEADS * (values.KEY_DIM + values.VALUE_DIM) * 4
         key, value, _ = once.cache.get(once.ctx)
@@ -157,7 +157,7 @@ class ExtrasTests(CacheCase):
         for name, wrong in (changes.get("extra") or {}).items():
             shape, dtype = ((2, 3), wrong) if isinstance(wrong, DType) else (wrong, DType.I32)
             extra[name] = r.ctx.zeros(shape, dtype)
-        options = {"v_dim": r.setup.rows.value_dim, **changes}
+        options = {"v_dim": r.setup.encoding.value_dim, **changes}
         options["extra"] = None if changes.get("extra", 1) is None else extra
         with pytest.raises(kvcache.InvalidRangeError, match=match):
             r.cache.put(r.ctx, r.ctx.zeros((2, values.KV_HEADS, values.KEY_DIM), DType.F32), **options)
@@ -182,7 +182,7 @@ class ExtrasTests(CacheCase):
     def test_rows_are_chosen_by_i32_for_each_query(self, rig: MakeRig) -> None:
         r = rig(BOTH)
         r.forward([0, 1], [0, 0])
-        query = r.ctx.from_numpy(r.setup.rows.queries(1, 2))
+        query = r.ctx.from_numpy(r.setup.encoding.queries(1, 2))
         for shape in ((2,), (1, 3), (3, 3), (2, 0)):
             with pytest.raises(kvcache.InvalidRangeError, match="select"):
                 r.cache.attend(r.ctx, query, 1.0, select=r.ctx.zeros(shape, DType.I32))
@@ -191,7 +191,7 @@ class ExtrasTests(CacheCase):
 
     def test_nothing_moves_where_extras_cannot_be_re_encoded(self, rig: MakeRig) -> None:
         r = rig(replace(BOTH, can_shift=False))
-        r.cache.editor.shift = r.setup.rows.shift_positions
+        r.cache.editor.shift = r.setup.encoding.shift_positions
         r.forward(range(5), 0)
         with pytest.raises(kvcache.NotSupportedError, match=r"layers \[0, 1\] store extras.*shift_extra"):
             r.cache.remove(0, 1, 2)

@@ -145,7 +145,7 @@ class ReadingTests(CacheCase):
         r.reserve(4)
         key, value, mask = r.cache.get(r.ctx)
         cells, reserved = r.cache.cells, r.cache.nbytes
-        wide = (cells, values.KV_HEADS, r.setup.rows.value_dim)
+        wide = (cells, values.KV_HEADS, r.setup.encoding.value_dim)
         assert key.shape == (cells, values.KV_HEADS, values.KEY_DIM)
         assert value.shape == ((*wide[1:], cells) if arranged.permuted_v else wide)
         assert isinstance(mask, ml.Tensor)

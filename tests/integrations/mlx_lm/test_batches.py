@@ -501,7 +501,7 @@ def test_prompts_that_can_never_fit_are_refused_before_anything_is_computed(
         for token, _ in loops.generate_step(mx.array(short), model, prompt_cache=prompt_cache, max_tokens=9)
     ]
     assert said == models.greedy(model, short, 4, own_prompt_cache(model))
-    assert "ends after 4, where the pool's room ends" in caplog.text
+    assert "will end after 4, because the pool has no more room" in caplog.text
     generator.close()
 
 

@@ -14,6 +14,7 @@ pytest.importorskip("mlx_lm")
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
+from mlx_lm.models import llama
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import ml
@@ -84,6 +85,26 @@ def test_log_probabilities_are_those_of_the_model() -> None:
     for row, token, found in zip(expected, answer.tokens, answer.logprobs, strict=True):
         assert math.isclose(found.token, float(row[token]), abs_tol=1e-4)
         assert [token for token, _ in found.top] == np.argsort(-row)[:3].tolist()
+
+
+def test_of_a_prompt_only_the_last_token_has_logits() -> None:
+    """Those of all 256 would take 32 MiB; nobody asks for them, and most of the time would go into them."""
+    vocabulary = 1 << 15
+    arguments = llama.ModelArgs(
+        model_type="llama",
+        num_hidden_layers=2,
+        rms_norm_eps=1e-5,
+        **{**models.SHAPE, "vocab_size": vocabulary},
+    )
+    made = models.seeded(llama.Model(arguments), 3)
+    with Engine(MLXModel(made), None, EngineOptions(max_sequences=2, capacity=300)) as engine:
+        engine.complete([models.prompt_of(3)], ENDLESS)  # buffers are allocated at the first pass
+        engine.submit([token % vocabulary for token in models.prompt_of(256)], ENDLESS)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        engine.step()
+        assert engine.running[0].run.generated == 1
+        assert mx.get_peak_memory() - before < 256 * vocabulary * 4 // 2
 
 
 def test_what_is_sampled_depends_on_its_seed_alone() -> None:

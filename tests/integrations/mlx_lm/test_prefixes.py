@@ -425,6 +425,30 @@ def test_an_adapter_is_found_again_by_what_it_is(tmp_path: Path) -> None:
         assert cache.prefix.stats.store >= 24
 
 
+def test_what_only_a_closed_session_of_an_agent_used_goes_first() -> None:
+    prompts = [models.prompt_of(24 + extra)[extra:] for extra in (0, 40, 80)]
+    with MLXPrefixCache(models.shared("llama"), capacity=60, max_sequences=1) as cache:
+        for prompt, agent in zip(prompts[:2], ("one", "two"), strict=True):
+            said(cache, prompt, 5, session_id=agent, next_use=5.0)
+        with cache.lock:
+            agents = cache.prefix.agent_sessions
+            assert [each.session_id for each in agents.list()] == ["one", "two"]
+            assert agents.close("two")
+        said(cache, prompts[2], 5)  # which needs room
+        found = []
+        for prompt in prompts[:2]:
+            with cache.begin(prompt) as session:
+                found.append(session.cached)
+                session.close(keep=False)
+        assert found[0] == 23
+        assert found[1] < 16
+        with pytest.raises(InvalidRangeError, match="next_use"):
+            cache.begin(prompts[0], session_id="one", next_use=-1.0)
+        with cache.lock:
+            assert agents.delete("one")
+        assert agents.inspect("one") is None
+
+
 def test_threads_wait_for_each_other_and_for_a_free_conversation(name: str) -> None:
     rows = [FIRST[:count] for count in (20, 30, 12)]
     right = [plain(name, row, 5) for row in rows]
@@ -483,7 +507,9 @@ def test_who_holds_all_conversations_is_told_and_others_wait() -> None:
 def test_an_answer_that_does_not_fit_ends_where_the_room_ends(caplog: pytest.LogCaptureFixture) -> None:
     with MLXPrefixCache(models.shared("llama"), capacity=34, max_sequences=1, **OPTIONS) as cache:
         assert said(cache, FIRST, 9) == plain("llama", FIRST, 4)
-        assert "an answer of up to 9 tokens ends after 4, where the pool's room ends" in caplog.text
+        assert (
+            "an answer of up to 9 tokens will end after 4, because the pool has no more room" in caplog.text
+        )
         with pytest.raises(InvalidRangeError, match="a prompt of 34 tokens"):
             said(cache, [*FIRST, 1, 2, 3, 4], 1)
 

@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 
 import mlx.core as mx
+from mlx_lm.models.cache import KVCache as OwnKVCache
 from mlx_lm.models.cache import (
     LRUPromptCache,
     QuantizedKVCache,
@@ -31,7 +32,10 @@ import ml
 from benchmarks.census import mlx_lm_types
 from kvcache.integrations.mlx_lm import (
     CachePool,
+    ChunkedKVCache,
+    KVCache,
     Recurrent,
+    RotatingKVCache,
     SequencesTakenError,
     adopt,
     install,
@@ -293,8 +297,16 @@ def test_a_quantized_prompt_cache_is_saved_as_what_it_reads(tmp_path: Path) -> N
     assert models.largest([again], [exact]) < 0.02 * float(mx.abs(exact).max())
 
 
+def filled(model: Any, pool: CachePool) -> tuple[Any, list[int]]:
+    """A prompt cache of 22 tokens, by three passes, and these tokens with one more."""
+    one, prompt = pool.make_prompt_cache(), models.prompt_of(23)
+    for begin, end in ((0, 20), (20, 21), (21, 22)):
+        mx.eval(model(mx.array([prompt[begin:end]]), cache=one))
+    return one, prompt
+
+
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
-@pytest.mark.parametrize("stored", ["AFFINE8_32", ("Q8_0", "AFFINE4_32")], ids=str)
+@pytest.mark.parametrize("stored", ["Q8_0", ("Q8_0", "AFFINE4_32")], ids=str)
 @pytest.mark.parametrize("make", [models.make_llama, models.make_gemma, models.make_llama4])
 def test_a_pool_reads_the_codes_that_one_of_its_format_saved(
     make: Any, stored: Any, dtype: Any, tmp_path: Path
@@ -303,9 +315,7 @@ def test_a_pool_reads_the_codes_that_one_of_its_format_saved(
     model, file = make(head_dim=32), str(tmp_path / "prompt.safetensors")
     model.set_dtype(dtype)
     pool = CachePool(model, capacity=64, max_sequences=2, dtype=stored, rollback=4)
-    one, prompt = pool.make_prompt_cache(), models.prompt_of(23)
-    for begin, end in ((0, 20), (20, 21), (21, 22)):
-        mx.eval(model(mx.array([prompt[begin:end]]), cache=one))
+    one, prompt = filled(model, pool)
     save_prompt_cache(file, one, {"of": "a story"})
     again, metadata = load_prompt_cache(file, pool, return_metadata=True)
     assert (metadata, again[0].offset) == ({"of": "a story"}, 22)
@@ -318,6 +328,82 @@ def test_a_pool_reads_the_codes_that_one_of_its_format_saved(
     assert mx.array_equal(model(x, cache=again), model(x, cache=one))
     other = load_prompt_cache(file, CachePool(model, capacity=64))  # stores the values as they are
     assert mx.array_equal(other[-1].keys[..., :5, :], own_load(file)[-1].keys[..., :5, :])
+
+
+def stored(prompt_cache: Any, kinds: Any) -> list[Any]:
+    """All that the pool stores for the entries of these kinds, part by part: the codes, not the values."""
+    entries = [entry for entry in prompt_cache if isinstance(entry, kinds)]
+    codes = [entry.rows.pool.storage.codes(entry.layer, entry.rows.claimed[0].seq) for entry in entries]
+    return [part for one in codes for part in one.parts]
+
+
+def same(one: Any, other: Any, kinds: Any = (KVCache, RotatingKVCache, ChunkedKVCache)) -> bool:
+    pairs = list(zip(stored(one, kinds), stored(other, kinds), strict=True))
+    return bool(pairs) and all(x.dtype == y.dtype and mx.array_equal(x, y) for x, y in pairs)
+
+
+@pytest.mark.parametrize(
+    ("make", "bits", "dtype"),
+    [
+        (models.make_llama, 8, mx.float32),
+        (models.make_llama, 4, mx.bfloat16),
+        (models.make_gemma, 8, mx.bfloat16),
+        (models.make_gemma, 4, mx.float32),
+        (models.make_llama4, 4, mx.bfloat16),
+        (models.make_qwen, 8, mx.float32),
+    ],
+)
+def test_groups_are_saved_as_mlx_lms_own_and_stay_bit_by_bit(
+    make: Any, bits: int, dtype: Any, tmp_path: Path
+) -> None:
+    """Through both loaders, and again; mlx-lm's model goes on from them. Windows and chunks are values."""
+    model, file = make(head_dim=32), str(tmp_path / "prompt.safetensors")
+    model.set_dtype(dtype)
+    pool = CachePool(model, capacity=64, max_sequences=3, dtype=f"AFFINE{bits}_32", rollback=4)
+    one, prompt = filled(model, pool)
+    save_prompt_cache(file, one)
+    theirs = own_load(file)
+    full = [i for i, entry in enumerate(own_prompt_cache(model)) if type(entry) is OwnKVCache]
+    assert [i for i, entry in enumerate(theirs) if type(entry) is QuantizedKVCache] == full
+    assert {(theirs[i].offset, theirs[i].bits, theirs[i].group_size) for i in full} == {(22, bits, 32)}
+    assert same(one, load_prompt_cache(file, pool))
+    adopted = adopt(theirs, pool)
+    assert same(one, adopted, KVCache)
+    for i in full:
+        for mine, their in zip(adopted[i].state[:2], theirs[i].state[:2], strict=True):
+            assert all(mx.array_equal(x, y) for x, y in zip(mine, their, strict=True))
+    x = mx.array([prompt[22:]])
+    exact = model(x, cache=one)
+    close = 1e-5 if len(full) == len(theirs) and dtype is mx.float32 else 0.1  # mlx-lm's windows store values
+    assert models.largest([model(x, cache=theirs)], [exact]) <= close * float(mx.abs(exact).max())
+    save_prompt_cache(file, adopted)
+    assert same(adopted, load_prompt_cache(file, pool))
+
+
+def test_a_model_that_does_not_compute_over_groups_has_values_in_the_file(tmp_path: Path) -> None:
+    """mlx-lm's attention over groups refuses sinks; its model goes on, and a pool of ours reads the codes."""
+    model, file = models.make_gpt_oss(head_dim=32), str(tmp_path / "prompt.safetensors")
+    pool = CachePool(model, capacity=64, max_sequences=2, dtype="AFFINE8_32")
+    one, prompt = filled(model, pool)
+    save_prompt_cache(file, one)
+    assert [type(entry).__name__ for entry in own_load(file)] == ["RotatingKVCache", "KVCache"]
+    assert same(one, load_prompt_cache(file, pool))
+    x = mx.array([prompt[22:]])
+    exact = model(x, cache=one)
+    assert models.largest([model(x, cache=own_load(file))], [exact]) < 0.02 * float(mx.abs(exact).max())
+
+
+def test_rows_without_padding_become_mlx_lms_groups_together(tmp_path: Path) -> None:
+    model, file = models.make_llama(head_dim=32), str(tmp_path / "prompt.safetensors")
+    pool, ids = CachePool(model, capacity=64, max_sequences=2, dtype="AFFINE8_32"), models.prompt_of(20)
+    both, theirs = pool.make_prompt_cache(), own_prompt_cache(model)
+    for entries in (both, theirs):
+        mx.eval(model(mx.array([ids[:9], ids[9:18]]), cache=entries))
+    save_prompt_cache(file, both)
+    read, expected = own_load(file), theirs[0].to_quantized(group_size=32, bits=8)
+    assert mx.array_equal(read[0].keys[0], expected.keys[0][..., :9, :])  # both rows
+    for mine, their in zip(both, read, strict=True):
+        same_groups(mine.to_quantized(group_size=32, bits=8), their)
 
 
 def test_a_file_that_is_none_or_of_another_model_or_does_not_fit_is_told_so(tmp_path: Path) -> None:

@@ -622,7 +622,7 @@ def test_an_answer_ends_where_the_room_of_a_given_cache_ends(
     cache = kind(made.config, **options)
     found = made.generate(ids, cache=cache, do_sample=False, max_new_tokens=20)
     assert torch.equal(found, right[:, :ends])
-    assert caplog.text.count(f"may be 30 tokens long with its prompt ends after {ends}") == (ends < 30)
+    assert caplog.text.count(f"may have 30 tokens, but will end after {ends}") == (ends < 30)
     with pytest.raises(CacheFullError) if ends < 30 else contextlib.nullcontext():
         made.generate(found, cache=cache, do_sample=False, max_new_tokens=20)
 

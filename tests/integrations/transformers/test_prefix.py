@@ -119,6 +119,30 @@ def test_tenants_find_what_is_their_own() -> None:
             assert session.cached == 0
 
 
+def test_what_only_a_closed_session_of_an_agent_used_goes_first() -> None:
+    made, prompts = hf.model("llama"), [hf.tokens(1, 24, seed=seed)[0].tolist() for seed in (1, 2, 3)]
+    with HFPrefixCache(made, capacity=68, max_sequences=1) as cache:
+        for prompt, agent in zip(prompts[:2], ("one", "two"), strict=True):
+            cache.generate(torch.tensor([prompt]), session_id=agent, next_use=5.0, **OPTIONS)
+        with cache.lock:
+            agents = cache.prefix.agent_sessions
+            assert [each.session_id for each in agents.list()] == ["one", "two"]
+            assert agents.close("two")
+        cache.generate(torch.tensor([prompts[2]]), **OPTIONS)  # which needs room
+        found = []
+        for prompt in prompts[:2]:
+            with cache.begin(prompt) as session:
+                found.append(session.cached)
+                session.close(keep=False)
+        assert found[0] == 23
+        assert found[1] < 16
+        with pytest.raises(InvalidRangeError, match="next_use"):
+            cache.begin(prompts[0], session_id="one", next_use=-1.0)
+        with cache.lock:
+            assert agents.delete("one")
+        assert agents.inspect("one") is None
+
+
 def test_conversations_side_by_side() -> None:
     made, ids = hf.model("gemma3"), hf.tokens(1, 24)
     ends = [hf.tokens(1, 5, seed=seed) for seed in (1, 2)]

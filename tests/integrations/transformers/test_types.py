@@ -10,13 +10,14 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("torch")
 
+import numpy as np
 import torch
 import transformers
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 import ml
 from benchmarks.census import transformers as census
-from kvcache import NotSupportedError, OrderError
+from kvcache import InvalidRangeError, NotSupportedError, OrderError
 from kvcache.integrations.transformers import HFCache, HFPrefixCache, HFStaticCache, install
 from kvcache.stores import MemoryStore
 
@@ -70,25 +71,59 @@ class TestPaddingBesideStates:
             with pytest.raises(NotSupportedError, match="hides token 12 of row 1"):
                 case.generate({"input_ids": ids, "attention_mask": mask}, cache)
 
+    @pytest.mark.parametrize("width", [4, 5, 9, 12, 13, 14])
     @pytest.mark.parametrize("kind", [HFCache, HFStaticCache])
     @pytest.mark.parametrize("label", ["qwen3_next", "mamba2"])
-    def test_a_mask_of_a_later_turn_alone_hides_nothing(self, label: str, kind: Any) -> None:
-        """Its left is not where the row begins."""
-        case, ids, mask = census.Case(label), hf.tokens(2, 13), torch.ones(2, 4, dtype=torch.long)
-        mask[1, :2] = 0
-        cache = kind(case.config, capacity=32)
+    def test_a_later_turn_hides_nothing_on_its_left(self, label: str, kind: Any, width: int) -> None:
+        """It is not where the row begins, whatever the mask has before it."""
+        case, ids, mask = census.Case(label), hf.tokens(2, 13), torch.ones(2, width, dtype=torch.long)
+        mask[1, : width - 2] = width == 13
+        mask[1, width - 4 : width - 2] = 0
+        cache, expected = kind(case.config, capacity=32), case.feed(None, ids)
         case.feed(cache, ids[:, :9])
-        with pytest.raises(NotSupportedError, match=f"hides token 0 of row 1.* states of {label}"):
+        with pytest.raises((NotSupportedError, InvalidRangeError), match=r"hides token|an attention_mask of"):
             case.feed(cache, ids[:, 9:], mask)
+        hf.close(case.feed(cache, ids[:, 9:]), expected[:, 9:], 1e-3)
 
+    @pytest.mark.parametrize("kind", [HFCache, HFStaticCache])
     @pytest.mark.parametrize("label", ["qwen3_next", "lfm2", "mamba2"])
-    def test_on_the_left_may_take_several_passes(self, label: str) -> None:
+    def test_on_the_left_may_take_several_passes(self, label: str, kind: Any) -> None:
         case, ids, mask = census.Case(label), hf.tokens(2, 14), torch.ones(2, 14, dtype=torch.long)
         mask[1, :6] = 0
-        cache, theirs = case.ours(), case.feed(None, ids, mask)
+        cache, theirs = kind(case.config, capacity=32), case.feed(None, ids, mask)
         for begin, end in ((0, 4), (4, 8), (8, 14)):
             found = case.feed(cache, ids[:, begin:end], mask[:, :end])
         hf.close(found, theirs[:, 8:], 1e-3)
+
+    @pytest.mark.parametrize("seed", range(4))
+    @pytest.mark.parametrize("kind", [HFCache, HFStaticCache])
+    @pytest.mark.parametrize("label", ["mamba2", "jamba", "qwen3_next", "mamba"])
+    def test_a_turn_with_any_mask_is_right_or_refused(self, label: str, kind: Any, seed: int) -> None:
+        """Against each row's visible tokens alone, computed from scratch. A refused turn is as if never."""
+        case, random = census.Case(label), np.random.default_rng(seed)
+        cache, visible = kind(case.config, capacity=32), [torch.zeros(1, 0, dtype=torch.long)] * 2
+        told = torch.ones(2, 0, dtype=torch.long)
+        for turn in range(5):
+            ids = hf.tokens(2, int(random.integers(1, 6)), seed=8 * seed + turn)
+            new = torch.ones_like(ids)
+            if turn == 0 or random.random() < 0.5:
+                new[1, : random.integers(0, ids.shape[1] + 1)] = 0
+            elif random.random() < 0.3:
+                new[0, random.integers(ids.shape[1])] = 0
+            columns = torch.cat((told, new), 1)
+            width = columns.shape[1] if random.random() < 0.6 else int(random.integers(ids.shape[1], 30))
+            mask = torch.cat((columns.new_ones(2, max(0, width - columns.shape[1])), columns), 1)[:, -width:]
+            try:
+                found = case.feed(cache, ids, mask)
+            except (NotSupportedError, InvalidRangeError):
+                continue
+            told = columns
+            for row in range(2):
+                shown = ids[row : row + 1, new[row] == 1]
+                visible[row] = torch.cat((visible[row], shown), 1)
+                if count := shown.shape[1]:
+                    alone = case.feed(None, visible[row])[0, -count:]
+                    hf.close(found[row, new[row] == 1], alone, 2e-3)
 
 
 @pytest.mark.parametrize(

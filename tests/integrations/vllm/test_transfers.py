@@ -275,7 +275,7 @@ def test_closing_waits_for_a_store_that_hangs_no_longer_than_it_says(
     one.save(saves([1, 2], [3, 4]))
     one.load(loads("r", [5, 6]))
     assert not one.close()
-    assert f"close: {2 * NBYTES} bytes are not written" in caplog.text
+    assert f"close: {2 * NBYTES} bytes were not written" in caplog.text
     begun = time.monotonic()
     assert not one.close()  # at shutdown, and again when the process ends
     assert time.monotonic() - begun < 0.4

@@ -19,7 +19,7 @@ from kvcache.integrations.vllm.counters import Counters
 from kvcache.integrations.vllm.lookups import Lookups, stored_pages
 from kvcache.integrations.vllm.naming import Pages
 from kvcache.integrations.vllm.pages import TokenPages
-from kvcache.integrations.vllm.planner import Planner
+from kvcache.integrations.vllm.planner import Planner, Role
 from kvcache.integrations.vllm.steps import Report, Step
 from kvcache.integrations.vllm.transfers import Transfers
 from kvcache.integrations.vllm.work import Workers
@@ -109,7 +109,7 @@ class Engine:
             lambda keys: stored_pages(self.tier, keys), Workers("lookup", 1), wait, 10.0, self.counters
         )
         self.pages = Pages({"model": "m"}, SETTINGS, PAGE, ranks)
-        self.planner = Planner(self.pages, BLOCK, lookups, self.counters, **options)
+        self.planner = Planner(self.pages, BLOCK, lookups, self.counters, Role(**options))
         self.devices = [Blocks(blocks, rank) for rank in range(ranks)]
         self.tiers = [StoreTier(stores, backlog) for _ in range(ranks)]
         self.transfers = [

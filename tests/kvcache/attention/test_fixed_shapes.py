@@ -89,9 +89,9 @@ def test_there_is_a_graph_for_each_batch_size_and_doubled_context(backend: ml.Ba
 
     @torch.compile(backend=compiler, fullgraph=True, dynamic=False)
     def layer(query: Any, new_key: Any, new_value: Any, *tensors: Any) -> Any:
-        key, value, slots, cells, mask = tensors
-        key.index_copy_(0, slots.long(), new_key)
-        value.index_copy_(0, slots.long(), new_value)
+        key, value, targets, cells, mask = tensors
+        key.index_copy_(0, targets.long(), new_key)
+        value.index_copy_(0, targets.long(), new_value)
         k, v = (x[cells].transpose(1, 2) for x in (key, value))
         out = torch.nn.functional.scaled_dot_product_attention(
             query.unsqueeze(2), k, v, mask[:, None, None], scale=0.5
@@ -210,10 +210,10 @@ def test_a_pass_that_only_reads_has_no_graph_and_leaves_the_slots(backend: ml.Ba
             two = ctx.full((2, HEADS, DIM), position + 1, ml.DType.F32)
             cache.put(ctx, two, two)
         graph = cache.graph_rows(ctx, 0)
-        slots = graph.slots.to_numpy().tolist()
+        targets = graph.targets.to_numpy().tolist()
         cache.start_forward(ctx, Batch([0, 1], [1, 0]), read_only=True)
         key, _, mask = cache.get(ctx)
-        assert graph.slots.to_numpy().tolist() == slots
+        assert graph.targets.to_numpy().tolist() == targets
         seen = [key.to_numpy()[row == 0][:, 0, 0].tolist() for row in mask.to_numpy()]
         assert seen == [[1], [1, 2]]
         query = ctx.full((2, HEADS, DIM), 0, ml.DType.F32)
@@ -232,7 +232,7 @@ def test_what_a_graph_wrote_can_be_read_without_put(backend: ml.Backend) -> None
         with pytest.raises(errors.OrderError, match="not put in this pass"):
             cache.get(ctx)
         graph = cache.graph_rows(ctx, 0)
-        graph.key.set_rows(ctx, one, graph.slots)
+        graph.key.set_rows(ctx, one, graph.targets)
         key, _, mask = cache.get(ctx)
         assert key.to_numpy()[mask.to_numpy()[0] == 0].tolist() == one.to_numpy().tolist()
 
@@ -309,7 +309,7 @@ def test_what_is_read_behind_a_replay_is_asked_for_in_its_pass(backend: ml.Backe
                     cache.get(ctx)
             graph = cache.graph_rows(ctx, 0)
             for tensor in (graph.key, graph.value):
-                tensor.native[graph.slots.native.long()] = position + 1.0
+                tensor.native[graph.targets.native.long()] = position + 1.0
         cache.start_forward(ctx, Batch([2], [0]), read_only=True)
         found = cache.attend(ctx, ctx.zeros((1, HEADS, DIM), ml.DType.F32), 1.0).to_numpy()
     np.testing.assert_allclose(found, 2.0)

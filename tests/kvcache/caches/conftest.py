@@ -11,6 +11,7 @@ import pytest
 
 import ml
 from kvcache.testing.models.attention import Setup
+from kvcache.testing.rigs.encoder import EncoderRig
 from kvcache.testing.rigs.snapshots import CopyRig
 from kvcache.testing.rigs.states import StateRig, StateSetup
 from ml.testing.strict import strict
@@ -63,3 +64,9 @@ def rig(backend: ml.Backend, ctx: ml.Context) -> Callable[..., CopyRig]:
 def states(backend: ml.Backend, ctx: ml.Context) -> Callable[..., StateRig]:
     """``states(**changes)``: a recurrent cache and its model, side by side."""
     return lambda **changes: StateRig(replace(StateSetup(), **changes), backend, ctx)
+
+
+@pytest.fixture
+def encoders(backend: ml.Backend, ctx: ml.Context) -> Callable[..., EncoderRig]:
+    """``encoders(dtype, config, max_sequences)``: an encoder cache and a dict, side by side."""
+    return lambda *args, **named: EncoderRig(backend, ctx, *args, **named)

@@ -115,6 +115,49 @@ def test_a_shift_that_is_no_function_is_refused() -> None:
         CausalCache(3)  # type: ignore[arg-type]
 
 
+def _turned(ctx: ml.Context, layer: int, key: ml.Tensor, offsets: ml.Tensor) -> ml.Tensor:
+    """Each pair of numbers turned by the offset, as rotary embeddings do."""
+    numbers, angle = key.to_numpy(), offsets.to_numpy()[:, None, None].astype(np.float32)
+    even, odd = numbers[..., ::2], numbers[..., 1::2]
+    turned = np.empty_like(numbers)
+    turned[..., ::2] = even * np.cos(angle) - odd * np.sin(angle)
+    turned[..., 1::2] = even * np.sin(angle) + odd * np.cos(angle)
+    return ctx.from_numpy(turned)
+
+
+@pytest.mark.parametrize(("dtype", "times"), [("Q4_0", 9), ("F16", 0), ("Q4_0/F16", 9), ("F16/Q4_0", 0)])
+def test_codes_that_were_moved_too_often_are_told_once(
+    numpy: ml.Backend, caplog: pytest.LogCaptureFixture, dtype: str, times: int
+) -> None:
+    """Each move decodes keys and rounds them again; only those of the same tokens count."""
+    cache, kv = CausalCache(_turned), np.random.default_rng(1).standard_normal((20, 1, 32), np.float32)
+    cache.init(numpy, dtype, max_sequences=2, capacity=20, max_batch=20)
+
+    def fill(count: int, begin: int = 0) -> None:
+        with numpy.new_context() as ctx:
+            cache.start_forward(ctx, Batch([*range(begin, begin + count)], [0] * count))
+            cache.set_layer(0)
+            cache.put(ctx, ctx.from_numpy(kv[:count]), ctx.from_numpy(kv[:count]))
+
+    fill(20)
+    for _ in range(8):
+        cache.remove(0, 0, 1)
+    fill(8, 12)
+    cache.remove(0, 0, 12)  # the tokens behind were moved once
+    cache.remove(0, 0)
+    for _ in range(3):
+        fill(20)  # in the same cells
+        for _ in range(4):
+            cache.remove(0, 0, 1)
+        cache.remove(0, 0)
+    assert "were moved" not in caplog.text
+    fill(20)
+    for _ in range(12):
+        cache.remove(0, 0, 1)
+    told = f"keys stored in {dtype.split('/')[0]} were moved to other positions {times} times"
+    assert caplog.text.count("were moved") == caplog.text.count(told) == bool(times)
+
+
 @pytest.mark.parametrize("kind", ["wrapper", "recurrent"])
 def test_defrag_of_a_composed_cache_lets_every_sequence_lie_in_one_run(numpy: ml.Backend, kind: str) -> None:
     cache = KINDS[kind]()

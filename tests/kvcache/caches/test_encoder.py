@@ -18,12 +18,6 @@ from kvcache.testing.rigs.failing import every_failure, every_way_to_fail
 from ml import DType, nn
 
 
-@pytest.fixture
-def encoders(backend: ml.Backend, ctx: ml.Context) -> Callable[..., EncoderRig]:
-    """``encoders(dtype, config, max_sequences)``: an encoder cache and a dict, side by side."""
-    return lambda *args, **named: EncoderRig(backend, ctx, *args, **named)
-
-
 def test_items_name_the_sequences_that_receive(encoders: Callable[..., EncoderRig]) -> None:
     r = encoders()
     r.start([0, 0], [0, 1])
@@ -33,33 +27,6 @@ def test_items_name_the_sequences_that_receive(encoders: Callable[..., EncoderRi
     r.check(computes=False)
     assert r.outputs[0].position == 0
     assert r.outputs[1].position == 5
-    with pytest.raises(kvcache.InvalidRangeError):
-        r.cache.start_forward(r.ctx, Batch([0], [0], multimodal=[(1, None)]))
-    r.check(computes=False)
-
-
-def test_outputs_of_a_wrong_shape_are_refused(encoders: Callable[..., EncoderRig]) -> None:
-    r = encoders()
-    r.start([0, 0], [0, 1])
-    r.put(2, 3)
-
-    def zeros(*shape: int) -> ml.Tensor:
-        return r.ctx.zeros(shape, DType.F32)
-
-    wrong: list[tuple[Any, ...]] = [
-        (zeros(4, 8), zeros(4, 8)),
-        (zeros(4, 2, 8), zeros(3, 2, 8)),
-        (zeros(4, 2, 8), zeros(4, 1, 8)),
-        (zeros(5, 2, 8), zeros(5, 2, 8), [2, 2]),
-        (zeros(4, 2, 8), zeros(4, 2, 8), [4]),
-        (zeros(4, 2, 8), zeros(4, 2, 8), [5, -1]),
-        (zeros(4, 2, 8), zeros(4, 2, 8), [2, 2]),  # the layers before have 2 and 3
-    ]
-    r.cache.set_layer(5)
-    for arguments in wrong:
-        with pytest.raises(kvcache.InvalidRangeError):
-            r.cache.put(r.ctx, *arguments)
-    r.check(computes=False)
 
 
 def test_what_is_asked_out_of_order_is_refused(encoders: Callable[..., EncoderRig]) -> None:
@@ -217,20 +184,11 @@ def _zeros(ctx: ml.Context) -> tuple[ml.Tensor, ml.Tensor]:
     return ctx.zeros((4, 2, 8), DType.F32), ctx.zeros((4, 2, 5), DType.F32)
 
 
-def test_ranges_and_outputs_that_mean_nothing_are_refused(encoders: Callable[..., EncoderRig]) -> None:
+def test_outputs_of_another_dtype_are_not_restored(encoders: Callable[..., EncoderRig]) -> None:
     r = encoders()
     r.start([1], [0])
     r.put(3)
     snapshot = r.cache.snapshot(0, 0, 4)
-    refused: list[Callable[[], object]] = [
-        lambda: r.cache.snapshot(0, -1),
-        lambda: r.cache.snapshot(0, 3, 2),
-        lambda: r.cache.split(snapshot, 5),
-        lambda: r.cache.merge(snapshot, r.cache.snapshot(0, 3, 5)),
-    ]
-    for call in refused:
-        with pytest.raises(kvcache.InvalidRangeError):
-            call()
     for dtype in (DType.F16, DType.BF16):
         other = encoders(dtype)
         with pytest.raises(kvcache.InvalidRangeError):

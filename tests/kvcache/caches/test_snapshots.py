@@ -531,7 +531,7 @@ def test_a_window_that_goes_on_without_what_it_sees_says_so_once(
     for seq in (0, 1):
         evaluate(cache, ctx, [12], seq)
     (message,) = caplog.messages
-    assert "sequence 0 goes on at position 12" in message
+    assert "sequence 0 continues at position 12" in message
     assert "remove(0, 0)" in message
     cache.remove(0, 0)
     evaluate(cache, ctx, range(3))

@@ -123,7 +123,7 @@ def _set_states(r: StateRig) -> None:
 
 
 def _check_states(r: StateRig) -> None:
-    r.before = [row.seen for row in r.model.rows]  # they have been set
+    r.before = [fold.seen for fold in r.model.folds]  # they have been set
     r.step(in_place=lambda: True)  # what was read is not given again
 
 
@@ -144,7 +144,7 @@ FAULTS = {
     "delivering states inside a pass": Fault(
         _drafting,
         _deliver,
-        lambda r: r.model.rows[1].inside.update({n: r.seen(1, n - 2) for n in (3, 4)}),
+        lambda r: r.model.folds[1].inside.update({n: r.seen(1, n - 2) for n in (3, 4)}),
     ),
     "taking a snapshot inside a pass": Fault(
         _drafted,
@@ -153,7 +153,7 @@ FAULTS = {
     ),
     "going on from a drafted token": _pass(0, 1, touches=(0,), prepare=_refused),
     "setting states": Fault(_started, _set_states, _check_states),
-    "a checkpoint": Fault(_fill, lambda r: r.cache.checkpoint(2), lambda r: r.model.keep(r.model.rows[2])),
+    "a checkpoint": Fault(_fill, lambda r: r.cache.checkpoint(2), lambda r: r.model.keep(2)),
     "remove in the middle": Fault(
         lambda r: r.forward(0, 0, 1, 0),
         lambda r: r.cache.remove(0, 0, 1),
@@ -163,12 +163,12 @@ FAULTS = {
     "restoring into free cells": Fault(
         _copied,
         lambda r: r.cache.restore(3, r.copies[0][0]),
-        lambda r: r.model.restore(3, r.copies[0][1], None, shared=False),
+        lambda r: r.model.restore_copy(3, r.copies[0][1], None, shared=False),
     ),
     "restoring over what is there": Fault(
         _copied,
         lambda r: r.cache.restore(2, r.copies[0][0]),
-        lambda r: r.model.restore(2, r.copies[0][1], None, shared=False),
+        lambda r: r.model.restore_copy(2, r.copies[0][1], None, shared=False),
         frozenset([2]),
     ),
 }
@@ -222,8 +222,9 @@ def _uses_say_so(r: StateRig, seq: int) -> None:
         lambda: r.cache.copy_prefix(seq, (seq + 1) % r.setup.max_sequences, 1),
         lambda: r.cache.snapshot(seq),
     ]
-    others = {token for other in r.model.rows if other is not r.model.rows[seq] for token in other.tokens}
-    if offset > 1 and others.isdisjoint(r.model.rows[seq].tokens[1:]):  # what is shared cannot move, either
+    others = {token for s, row in enumerate(r.model.tokens) if s != seq for token in row.values()}
+    behind = [token for position, token in r.model.tokens[seq].items() if position]
+    if offset > 1 and others.isdisjoint(behind):  # what is shared cannot move, either
         uses.append(lambda: r.cache.remove(seq, 0, 1))
     for use in uses:
         with pytest.raises(kvcache.SequenceLostError, match=f"sequence {seq}"):

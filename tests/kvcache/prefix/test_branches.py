@@ -162,7 +162,7 @@ def test_a_branch_that_failed_in_the_middle_of_its_pass_goes_back_to_the_mark(
     batch = Batch([3, 4], [0, 0])
     r.cache.start_forward(r.ctx, batch)
     part.start([3, 4], [0, 0], [100, 101])
-    part.write(r.ctx, "conv", 0, [part.model.rows[0]])  # and then the model fails
+    part.write(r.ctx, "conv", 0, [part.model.folds[0]])  # and then the model fails
     branches.rollback(r.cache, 0, 3, to.mark)
     part.back(0, 3, to.ids)
     r.check()

@@ -180,7 +180,7 @@ def test_a_store_that_may_only_be_read_is_not_called_out_of_reach(
     for _ in range(3):
         outages.failed(store, WRITING, StoreReadOnlyError("put: /x is read-only"))
         clock.now += LONGEST
-    expected = "a store is read-only: put: /x is read-only; new content is not kept there"
+    expected = "a store is read-only: put: /x is read-only; it keeps no new content"
     assert lines(caplog) == [expected]
     assert outages.asks(store, READING)
 

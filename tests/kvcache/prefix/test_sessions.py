@@ -76,30 +76,6 @@ def test_a_prompt_evaluated_in_chunks_is_kept_where_an_exception_follows(talk: T
     assert talk(cache, tiers=[store]).peek([*LONG, 90, 91]) == 20
 
 
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda r, session: r.prefix.evict(-5), "evict: nbytes=-5"),
-        (lambda r, session: r.prefix.evict(2.5), "evict: nbytes=2.5"),
-        (lambda r, session: r.prefix.write_through("much"), "write_through: nbytes='much'"),
-        (lambda r, session: r.prefix.publish_events(5), "publish_events: publish=5"),
-        (lambda r, session: r.prefix.adopt([1, 2], "x"), "restore: .* not str"),
-        (lambda r, session: session.rewind(2.0), "rewind: length=2.0"),
-        (lambda r, session: session.rewind(True), "rewind: length=True"),
-        (lambda r, session: list(session.chunks("2")), "chunks: size='2'"),
-        (lambda r, session: list(session.chunks(0)), "chunks: size=0"),
-    ],
-)
-def test_what_is_no_size_length_or_function_is_refused_by_name(
-    talk: Talk, call: Callable[[Rig, Any], object], says: str
-) -> None:
-    r = talk()
-    session = r.begin(LONG).session
-    with pytest.raises(kvcache.InvalidRangeError, match=says):
-        call(r, session)
-    assert session.remaining == LONG
-
-
 @some_caches
 def test_what_was_removed_behind_its_back_is_not_trusted(talk: Talk, cache: str) -> None:
     r = talk(cache)
@@ -281,6 +257,15 @@ def test_a_pass_that_a_call_of_sessions_ended_says_so(talk: Talk, cache: str, ca
 @pytest.mark.parametrize(
     ("call", "says"),
     [
+        (lambda r, s: r.prefix.evict(-5), "evict: nbytes=-5"),
+        (lambda r, s: r.prefix.evict(2.5), "evict: nbytes=2.5"),
+        (lambda r, s: r.prefix.write_through("much"), "write_through: nbytes='much'"),
+        (lambda r, s: r.prefix.publish_events(5), "publish_events: publish=5"),
+        (lambda r, s: r.prefix.adopt([1, 2], "x"), "restore: .* not str"),
+        (lambda r, s: s.rewind(2.0), "rewind: length=2.0"),
+        (lambda r, s: s.rewind(True), "rewind: length=True"),
+        (lambda r, s: list(s.chunks("2")), "chunks: size='2'"),
+        (lambda r, s: list(s.chunks(0)), "chunks: size=0"),
         (lambda r, s: r.prefix.begin("hello"), "begin: tokens='hello'.*tokenizer"),
         (lambda r, s: r.prefix.longest(3), r"longest: tokens=3; .*pass \[3\]"),
         (lambda r, s: r.prefix.adopt([-1], []), "adopt: token -1"),
@@ -291,7 +276,7 @@ def test_a_pass_that_a_call_of_sessions_ended_says_so(talk: Talk, cache: str, ca
         (lambda r, s: branches.drop(r.cache, 1), r"drop: branches=1; .* \[1\]"),
     ],
 )
-def test_what_is_no_list_of_tokens_or_sequences_is_named_with_the_call(
+def test_a_prefix_cache_and_its_sessions_refuse_and_stay_as_they_were(
     talk: Talk, call: Callable[[Rig, Any], object], says: str
 ) -> None:
     r = talk()

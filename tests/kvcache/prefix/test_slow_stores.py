@@ -40,7 +40,7 @@ def test_no_session_waits_for_a_store_that_has_stopped_answering(
         r.check_books()
     finally:
         store.gate.set()
-    assert caplog.text.count("the stores take less than is to be written") <= 1
+    assert caplog.text.count("the stores do not keep up") <= 1
     r.prefix.flush()
     r.prefix.close()
     other = talk(cache, tiers=[store])

@@ -11,10 +11,10 @@ import pytest
 import kvcache
 from kvcache.prefix.radix_tree import RadixTree
 from kvcache.prefix.tiers import HostTier
-from kvcache.snapshots.snapshot import AttentionSnapshot, SnapshotChain, unwrapped_snapshot
+from kvcache.snapshots.snapshot import AttentionSnapshot, Snapshot, SnapshotChain, unwrapped_snapshot
 
 from .rigs import conversing
-from .rigs.conversing import CACHES, CHUNK, WHOLE, WINDOW, Layers, Rig, Talk
+from .rigs.conversing import CACHES, CHUNK, CONV, STATE, WHOLE, WINDOW, Layers, Rig, Talk
 
 WIDE = 5
 _, (_window, _whole) = CACHES["wrapper"]
@@ -38,9 +38,15 @@ MORE: dict[str, tuple[Callable[[], Any], tuple[Layers, ...]]] = {
         lambda: kvcache.WrapperCache(kvcache.SlidingWindowCache(WINDOW), kvcache.SlidingWindowCache(WIDE)),
         (_window, _wide),
     ),
+    "states alone": (
+        lambda: kvcache.RecurrentCache(CONV, STATE, checkpoints=2, checkpoint_interval=6).states,
+        (Layers(layers=(), states=(0, 2)),),
+    ),
 }
 BESIDE_ALL = ("wrapper", "full first", "two windows", "window and chunks", "recurrent and sliding")
 """Windows beside a cache that has room for all of the past."""
+ALONE = ("sliding", "windows alone", "encoder and sliding", "states alone")
+"""Caches whose cells do not depend on the length of a conversation."""
 WINDOWS = (*BESIDE_ALL, "sliding", "sliding with memory", "windows alone", "encoder and sliding")
 
 
@@ -50,12 +56,12 @@ def more_caches(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(conversing.CACHES, name, made)
 
 
-def windows_of(r: Rig) -> list[AttentionSnapshot]:
+def indivisible(r: Rig) -> list[Snapshot]:
+    """The snapshots of windows and of states."""
     nodes = (node.data for node in r.prefix.tree.radix_tree if node.data is not None)
     held = (entry.snapshot for entry in nodes if entry.snapshot is not None)
     each = (one for some in held for one in (some.parts if isinstance(some, SnapshotChain) else (some,)))
-    parts = (part for one in each for part in unwrapped_snapshot(one))
-    return [part for part in parts if isinstance(part, AttentionSnapshot) and part.whole]
+    return [part for one in each for part in unwrapped_snapshot(one) if not part.divisible]
 
 
 def line(first: int, count: int) -> list[int]:
@@ -122,17 +128,32 @@ def test_a_prompt_that_parts_anywhere_finds_the_snapshot_before(talk: Talk, cach
     ]
 
 
-@pytest.mark.parametrize("cache", ["wrapper", "sliding", "two windows", "windows alone"])
-def test_without_a_budget_copies_take_no_more_than_the_cache(talk: Talk, cache: str) -> None:
+@pytest.mark.parametrize("cache", ["wrapper", *ALONE, "two windows", "recurrent", "recurrent and sliding"])
+def test_without_a_budget_copies_keep_to_the_limit_that_is_stated(talk: Talk, cache: str) -> None:
     r = talk(cache, max_sequences=2, capacity=48, max_batch=8)
-    for i in range(30):
+    most = 0
+    for i in range(70):
         tokens = line(100 * i, 9 + i % 20)
-        r.keep(tokens, 8)
-        copied = sum(window.nbytes for window in windows_of(r) if not window.in_cache)
-        assert copied <= r.cache.nbytes
+        assert read(r, tokens) == 0
+        copied = sum(each.nbytes for each in indivisible(r) if not each.holds_cells)
+        limit = r.prefix.limits["copies"]
+        assert limit is not None
+        assert copied <= limit
+        most = max(most, copied)
         assert r.prefix.longest([*tokens, 1]) == len(tokens)
         r.check_books()
-    assert any(not window.in_cache for window in windows_of(r))
+    assert most > 0
+    if cache in ALONE:
+        assert most > limit * 3 // 4
+
+
+@pytest.mark.parametrize("cache", ALONE)
+def test_without_a_budget_as_many_conversations_stay_as_attention_to_everything_keeps(
+    talk: Talk, cache: str
+) -> None:
+    """Whose tokens fit in ``max_sequences * capacity``; or, of states, 16 copies for each sequence."""
+    r = talk(cache, max_sequences=2, capacity=160, max_batch=8)
+    assert in_turn(r, 12, 4) == [0] * 36
 
 
 def test_a_budget_holds_for_what_was_copied_out_too(talk: Talk) -> None:
@@ -176,6 +197,22 @@ def test_what_is_left_of_a_long_prompt_lies_at_even_distances(talk: Talk, cache:
         gaps = [later - end for end, later in itertools.pairwise([0, *ends[:-2]])]
         counts.append(max(gaps, default=8) / min(gaps, default=8))
     assert max(counts) <= 3
+
+
+@pytest.mark.parametrize("cache", ["wrapper", "recurrent"])
+def test_a_long_prompt_takes_few_snapshots_that_would_be_evicted_immediately(talk: Talk, cache: str) -> None:
+    """Once space is short while it is computed; it has 200 snapshots at intervals, most of which must go."""
+    r = talk(cache, 80_000, max_sequences=1, capacity=2000, max_batch=8)
+    chat = r.begin(line(0, 1600))
+    for part in chat.session.chunks(8):
+        chat._evaluate(part)
+        chat.session.keep()
+    chat.close()
+    tree = r.prefix.tree
+    assert tree.evicted <= 120
+    ends = sorted(node.end for node in tree.radix_tree)
+    gaps = [later - end for end, later in itertools.pairwise([0, *ends[:-2]])]
+    assert max(gaps) <= 3 * min(gaps)
 
 
 @pytest.mark.parametrize("keep", [True, False])

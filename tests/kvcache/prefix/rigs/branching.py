@@ -25,7 +25,7 @@ from kvcache.testing.models.states import (
     KINDS,
     RECURRENT_LAYERS,
     TWO,
-    ModelRow,
+    Fold,
     StateModel,
     StateSetup,
     state_values,
@@ -109,7 +109,7 @@ class AttentionPart:
 
 
 class StatePart:
-    """A recurrent cache, whose model is a list of tokens and what each state has seen."""
+    """A recurrent cache, whose model is the dictionary and what each state has seen."""
 
     def __init__(self, setup: StateSetup) -> None:
         shift = values.shift_positions if setup.can_shift else None
@@ -121,49 +121,47 @@ class StatePart:
         self.model = StateModel(setup)
 
     def offset(self, seq: int) -> int:
-        return len(self.model.rows[seq].tokens)
+        return self.model.length(seq)
 
     def exact(self, seq: int, position: int, marked: tuple[int, ...] | None) -> bool:
         if position > self.offset(seq):
             return False
-        return marked is not None or position == 0 or self.model.rows[seq].reach(position) == position
+        return marked is not None or position == 0 or self.model.reach(seq, position) == position
 
     def start(self, positions: Ints, sequences: Ints, ids: Ints) -> None:
         for seq in dict.fromkeys(sequences):
             mine = [p for p, s in zip(positions, sequences, strict=True) if s == seq]
             if mine != list(range(self.offset(seq), self.offset(seq) + len(mine))):
                 raise kvcache.InvalidBatchError(f"{mine} at {self.offset(seq)}")
-        self.model.start(sequences, ids)
+        self.model.start(positions, sequences, ids)
 
     def store(self, ctx: ml.Context, positions: Ints, sequences: Ints, ids: Ints) -> None:
         """The states before the pass, read back; the new ones; then the attention layer."""
         order = list(dict.fromkeys(sequences))
         assert self.cache.sequences == tuple(order)
-        rows = [self.model.rows[seq] for seq in order]
+        folds = [self.model.folds[seq] for seq in order]
         counts = [list(sequences).count(seq) for seq in order]
         for layer in RECURRENT_LAYERS:
             for kind in KINDS:
                 state = self._state(ctx, kind, layer)
-                before = [row.seen[: len(row.seen) - n] for row, n in zip(rows, counts, strict=True)]
+                before = [row.seen[: len(row.seen) - n] for row, n in zip(folds, counts, strict=True)]
                 expected = np.stack([state_values(seen, kind, layer) for seen in before])
                 np.testing.assert_array_equal(state.to_numpy().astype(np.float32), expected)
-                self.write(ctx, kind, layer, rows)
-                for seq, row, n in zip(order, rows, counts, strict=True) if self.delivers else ():
+                self.write(ctx, kind, layer, folds)
+                for seq, row, n in zip(order, folds, counts, strict=True) if self.delivers else ():
                     inside = [row.seen[: len(row.seen) - n + i] for i in range(1, n + 1)]
                     host = np.stack([state_values(seen, kind, layer) for seen in inside])
                     at = [(seq, i) for i in range(1, n + 1)]
                     self.cache.deliver_states(ctx, kind, ctx.from_numpy(host), at, layer)
-        for row, n in zip(rows, counts, strict=True) if self.delivers else ():
-            end = len(row.tokens)
-            row.inside = {end - i: row.seen[:-i] for i in range(1, n)}
+        for seq, row, n in zip(order, folds, counts, strict=True) if self.delivers else ():
+            row.inside.update({self.offset(seq) - i: row.seen[:-i] for i in range(1, n)})
         _put(self.cache, ctx, positions, ids, 1)
         found = look(self.cache.attention, ctx, len(ids), 1)
         for i, (seq, position) in enumerate(zip(sequences, positions, strict=True)):
-            tokens = self.model.rows[seq].tokens[: position + 1]
-            assert found[i] == {p: token for p, (_, token) in enumerate(tokens)}
+            assert found[i] == self.model.visible(seq, position)
 
-    def write(self, ctx: ml.Context, kind: str, layer: int, rows: Sequence[ModelRow]) -> None:
-        new = ctx.from_numpy(np.stack([state_values(row.seen, kind, layer) for row in rows]))
+    def write(self, ctx: ml.Context, kind: str, layer: int, folds: Sequence[Fold]) -> None:
+        new = ctx.from_numpy(np.stack([state_values(fold.seen, kind, layer) for fold in folds]))
         ctx.forward(new.copy(ctx, self._state(ctx, kind, layer)))
 
     def _state(self, ctx: ml.Context, kind: str, layer: int) -> ml.Tensor:
@@ -175,19 +173,19 @@ class StatePart:
         self.model.copy_prefix(src, dst, length)
 
     def back(self, seq: int, position: int, marked: tuple[int, ...] | None) -> None:
-        row = self.model.rows[seq]
         if marked is None:
             self.model.remove(seq, position, None)
             return
-        points = {point: seen for point, seen in row.points.items() if point <= position}
-        self.model.rows[seq] = ModelRow(row.tokens[:position], marked, points)
+        points = {point: seen for point, seen in self.model.folds[seq].points.items() if point <= position}
+        self.model.tokens[seq] = {p: token for p, token in self.model.tokens[seq].items() if p < position}
+        self.model.folds[seq] = Fold(marked, points)
 
     def check(self) -> None:
         assert self.cache.attention.free_cells == self.model.free()
-        for seq, row in enumerate(self.model.rows):
-            assert self.cache.offset(seq) == len(row.tokens)
-            assert self.cache.attention.positions(seq).tolist() == list(range(len(row.tokens)))
-            assert self.cache.checkpoints(seq) == tuple(sorted(row.points))
+        for seq, fold in enumerate(self.model.folds):
+            assert self.cache.offset(seq) == self.offset(seq)
+            assert self.cache.attention.positions(seq).tolist() == list(range(self.offset(seq)))
+            assert self.cache.checkpoints(seq) == tuple(sorted(fold.points))
 
 
 def _put(cache: Any, ctx: ml.Context, positions: Ints, ids: Ints, layer: int) -> None:
