@@ -489,7 +489,7 @@ class Vllm(CacheDriver):
         self.manager = kv_cache_manager.KVCacheManager(config, LONGEST, self.block, self.block)
         self.memory: dict[int, int] = {}
         self.rows: list[Any] = []
-        self.drafts: list[Sequence[int]] = []
+        self.drafts: Tokens = []
         self.drafting = False
 
     def groups(self) -> list[Span]:
