@@ -194,7 +194,9 @@ def test_each_record_says_how_it_was_made_and_its_page_how_to_make_it_again() ->
         assert all(record[name] for name in ("command", "date", "commit", "machine", "printed")), path.name
         assert f"`{record['command']}`" in text, record["command"]
     made = pages.load(DOCS / pages.RECORDS)
-    others = {path for path in DOCS.rglob("*.json") if path.parent != runs.RUNS and path != DOCS / pages.RECORDS}
+    others = {
+        path for path in DOCS.rglob("*.json") if path.parent != runs.RUNS and path != DOCS / pages.RECORDS
+    }
     assert {str(path.relative_to(DOCS)) for path in others} - {"compared.json"} == {*made}
     assert all({"command", "date", "machine"} <= each.keys() for each in made.values())
     assert all(each.get("commit") or each.get("brought by") for each in made.values())

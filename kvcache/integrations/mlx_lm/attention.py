@@ -230,7 +230,7 @@ class Attending(LayerCache):
         rows = [codes.parts for codes in each if codes is not None]
         if not rows:
             return None, None
-        parts = [mx.concatenate(part) for part in zip(*rows, strict=True)]
+        parts = [mx.concatenate([*part]) for part in zip(*rows, strict=True)]
         parts = [mx.view(x, mx.uint32) if x.dtype == mx.int32 else x for x in parts]
         return parts[:3], parts[3:]
 
