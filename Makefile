@@ -68,10 +68,17 @@ test-paddle: .venv-paddle/.installed
 	$(PADDLE) -m pip install --quiet paddlepaddle==3.3.1 setuptools hatchling -e ".[testing,engine]"
 	touch $@
 
-# The peers' own tests of caches and generation, on ours; --record writes docs/benchmarks/peers-tests.json and its table.
-test-peers: $(VENV)/.installed-bench
+# The peers' own tests of caches, generation and connectors, on ours; --record writes docs/benchmarks/peers-tests.json
+# and its table. pip asks the sources of vLLM and LMCache for their version by what is installed for it here.
+CONNECTING = prepend_skipped_requests_order abort_request_waiting_for_remote_kvs abort_request_finished_recving \
+  delayed_kv_connector_free_keeps_scheduler_active
+test-peers: $(VENV)/.installed-bench .venv-vllm/.installed .venv-lmcache/.installed
 	$(BIN)/python -W ignore -m benchmarks.peers_tests mlx-lm
 	$(BIN)/python -W ignore -m benchmarks.peers_tests transformers $(if $(TRANSFORMERS),--source $(TRANSFORMERS))
+	$(VLLM) -m pip install --quiet tblib setuptools-scm setuptools-rust
+	$(VLLM) -W ignore -m benchmarks.peers_tests vllm $(CONNECTING:%=--case test_%)
+	$(LMCACHE) -m pip install --quiet redis setuptools-scm
+	$(LMCACHE) -W ignore -m benchmarks.peers_tests lmcache
 
 # The loop of somebody who edits: lint, types, and tests on NumPy. Left out are other frameworks, what is compiled, whole
 # suites, models and the engine, servers and stores of others, processes, long conversations, and what pages show.

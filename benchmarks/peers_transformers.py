@@ -25,7 +25,7 @@ import transformers
 from transformers.integrations import executorch
 
 from benchmarks.census import transformers_types
-from benchmarks.peers_tests import SHAPE, load, named, tokenizer
+from benchmarks.peers_tests import SHAPE, imported_from, load, named, tokenizer
 from kvcache import NotSupportedError
 from kvcache.integrations.transformers import HFCache, HFStaticCache, install
 
@@ -182,27 +182,13 @@ def _add_cases(module: ModuleType) -> None:
         setattr(module, label, type(label, (module.GenerationTesterMixin, unittest.TestCase), members))
 
 
-@contextlib.contextmanager
-def _their_tests(source: Path) -> Iterator[None]:
-    """``import tests`` means those of transformers, which import each other so."""
-    ours = {name: sys.modules.pop(name) for name in [*sys.modules] if name.split(".")[0] == "tests"}
-    sys.path.insert(0, str(source))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(source))
-        for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
-            del sys.modules[name]
-        sys.modules.update(ours)
-
-
 def _load(path: Path) -> ModuleType:
     # Some imports put a new module in transformers' place: look at all of them before any is given a name.
     missing = _dropped_names(path)
     for module, name in missing:
         setattr(sys.modules[module], name, _Dropped(name))
     try:
-        with _their_tests(next(folder.parent for folder in path.parents if folder.name == "tests")):
+        with imported_from(next(folder.parent for folder in path.parents if folder.name == "tests")):
             module = load(path)
         _add_cases(module)
         return module

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -204,3 +211,74 @@ def test_the_page_shows_the_record() -> None:
 def test_a_folder_without_the_tests_is_named(peer: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"\.py is not there; --source is the source of github"):
         peers_tests.main([peer, "--source", str(tmp_path)])
+
+
+PYTEST = """
+import pytest
+import peer_double
+from tests.named_by_the_other import THEIRS
+
+@pytest.fixture
+def made():
+    return peer_double.make()
+
+def test_takes_either(made):
+    assert made
+
+@pytest.mark.parametrize("kind", [THEIRS])
+def test_takes_one(made, kind):
+    assert made == kind
+
+def test_of_a_real_model(made):
+    raise ValueError("another text")
+
+def test_broken():
+    raise ValueError("always")
+
+def test_skipped():
+    pytest.skip("no accelerator")
+
+def test_left_out_on_purpose():
+    raise AssertionError("is not run")
+
+class TestNothing:
+    def test_makes_none(self):
+        pass
+"""
+
+
+def test_tests_of_pytest_run_on_a_peers_classes_and_then_on_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    double = SimpleNamespace(make=None)
+    monkeypatch.setitem(sys.modules, "peer_double", double)  # type: ignore[arg-type]
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "named_by_the_other.py").write_text("THEIRS = 'theirs'")
+    path = tmp_path / "tests" / "test_some.py"
+    path.write_text(PYTEST)
+    used: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def side(name: str) -> Iterator[None]:
+        def make() -> str:
+            used[name] += name == "ours"
+            return name
+
+        monkeypatch.setattr(double, "make", make)
+        yield
+
+    left_out = {"test_left_out_*": "on purpose"}
+    peer: Any = SimpleNamespace(LEFT_OUT=left_out, theirs=partial(side, "theirs"), ours=partial(side, "ours"))
+    assert {
+        name: (outcome, why) for name, outcome, why in peers_tests.run_pytest(peer, path, tmp_path, used)
+    } == {
+        "test_takes_either": ("passed", "1 ours"),
+        "test_takes_one[theirs]": ("failed", "E   AssertionError: assert 'ours' == 'theirs'"),
+        "test_of_a_real_model": ("alike", "E   ValueError: another text"),
+        "test_broken": ("theirs too", "E   ValueError: always"),
+        "test_skipped": ("skipped", "Skipped: no accelerator"),
+        "test_left_out_on_purpose": ("left out", "on purpose"),
+        "TestNothing.test_makes_none": ("not ours", "makes none of the classes that we stand in for"),
+    }
+    chosen = peers_tests.run_pytest(peer, path, tmp_path, used, ["test_takes_one", "TestNothing"])
+    assert [name for name, *_ in chosen] == ["test_takes_one[theirs]", "TestNothing.test_makes_none"]
