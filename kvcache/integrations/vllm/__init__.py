@@ -8,8 +8,8 @@
         "kv_connector_extra_config": {"store": "file:///var/cache/kv?budget=100GiB"}}'
 
 vLLM loads ``connector`` and ``metrics``, or ``offloading`` and ``tier``, which import it; ``layers`` and
-``paged_cache`` import PyTorch. Planning, naming, reading and writing need neither: ``planner`` runs in the scheduler, ``transfers`` in a worker, and ``steps``
-is the data passed between them.
+``paged_cache`` import PyTorch. Planning, naming, reading and writing need neither: ``planner`` runs in the
+scheduler, ``transfers`` in a worker, and ``steps`` is the data passed between them.
 """
 
 from __future__ import annotations
