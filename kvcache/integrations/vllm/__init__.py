@@ -7,9 +7,9 @@
         "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"store": "file:///var/cache/kv?budget=100GiB"}}'
 
-vLLM loads ``connector`` and ``metrics``, which import it; ``paged_cache`` imports PyTorch. Planning, naming,
-reading and writing need neither: ``planner`` runs in the scheduler, ``transfers`` in a worker, and ``steps``
-is the data passed between them.
+vLLM loads ``connector`` and ``metrics``, or ``offloading`` and ``tier``, which import it; ``layers`` and
+``paged_cache`` import PyTorch. Planning, naming, reading and writing need neither: ``planner`` runs in the
+scheduler, ``transfers`` in a worker, and ``steps`` is the data passed between them.
 """
 
 from __future__ import annotations
