@@ -327,6 +327,7 @@ def printed(name: str, which: int = 0) -> Callable[[], str]:
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/benchmarks/index.md": {
         "ragged": ragged_table,
+        "host": printed("host"),
         "transformers-update": printed("transformers-update"),
         "transformers-step": printed("transformers-update", 1),
         "transformers-attention": several_rows,
