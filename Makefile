@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test system test-vllm test-sglang test-lmcache test-paddle test-peers check lint types docs words bench census mutation dist oldest newest clean
+.PHONY: run test system test-strict test-vllm test-sglang test-lmcache test-paddle test-peers check lint types docs words bench census mutation dist oldest newest clean
 
 run: $(VENV)/.installed-run
 	$(BIN)/kvcache generate --backend numpy --max-tokens 100 --temperature 0.8 --seed 3 \
@@ -21,6 +21,11 @@ test: system $(VENV)/.installed-test
 # at its end.
 system:
 	@PYTHON=$(PYTHON) .ci/packages || echo "apt-get failed: tests that need these packages are skipped"
+
+# All of kvcache, its random traces and both shipped suites on the strict backend over NumPy; some NN minutes.
+test-strict: $(VENV)/.installed-test
+	PYTHONPATH=. $(BIN)/python -m pytest -q -n auto --dist worksteal -p tests.rigs.on_strict tests/kvcache \
+	  tests/backends/test_conformance_strict.py
 
 # Our connector inside vLLM itself, on the CPU, in an environment of its own: it takes 3.5 GB.
 VLLM = .venv-vllm/bin/python
