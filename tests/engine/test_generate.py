@@ -334,7 +334,7 @@ def test_a_cache_that_does_not_fit_is_refused_before_it_is_made(small: Any) -> N
 
 def test_weights_count_too(make_model: Make, numpy_backend: ml.Backend, small: Any) -> None:
     crowded: Any = Crowded(numpy_backend, 1000)
-    with pytest.raises(CapacityError, match=r"the weights need .* and 1000 B are free"):
+    with pytest.raises(CapacityError, match=r"the weights need .* 1000 B is free"):
         load_model(make_model(), crowded)
     with pytest.raises(CapacityError, match="beside 900 B of weights"):
         check_memory(small.config, crowded, ml.DType.F32, 1, 10, 900)
