@@ -22,10 +22,11 @@ test: system $(VENV)/.installed-test
 system:
 	@PYTHON=$(PYTHON) .ci/packages || echo "apt-get failed: tests that need these packages are skipped"
 
-# All of kvcache, its random traces and both shipped suites on the strict backend over NumPy; some NN minutes.
+# The caches, snapshots and prefix trees, their random traces and both shipped suites, whole, on the strict backend over
+# NumPy; some ten minutes. tests/rigs/on_strict.py says what is left out.
 test-strict: $(VENV)/.installed-test
-	PYTHONPATH=. $(BIN)/python -m pytest -q -n auto --dist worksteal -p tests.rigs.on_strict tests/kvcache \
-	  tests/backends/test_conformance_strict.py
+	PYTHONPATH=. $(BIN)/python -m pytest -q -n auto --dist worksteal -p tests.rigs.on_strict \
+	  tests/kvcache/attention tests/kvcache/caches tests/kvcache/prefix tests/kvcache/snapshots tests/backends/test_conformance_strict.py
 
 # Our connector inside vLLM itself, on the CPU, in an environment of its own: it takes 3.5 GB.
 VLLM = .venv-vllm/bin/python
