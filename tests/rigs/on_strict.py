@@ -32,6 +32,7 @@ LEFT_OUT = {
     "test_an_id_that_is_too_large_and_a_tensor": "it quotes how NumPy's tensors show themselves",
     "test_threads.py": "a strict context belongs to one thread",
     "test_byte_limits.py": "the strict backend copies what it lends",
+    "test_a_context_that_is_not_of_the_caches_backend": "a strict context does not tell that it is closed",
     "test_a_snapshot_on_another_backend": "the contract's tensors do not tell their backend",
 }
 

@@ -275,7 +275,7 @@ def test_a_context_that_is_not_of_the_caches_backend_or_closed_is_refused(
             r.cache.start_forward(foreign, Batch([5], [0]), reserve)
         rows = foreign.zeros((5, 1, 4), ml.DType.F32)
         r.cache.set_layer(9)
-        with pytest.raises(ml.DeviceError, match=r"put: (key is a tensor of|ctx=.* is not of) "):
+        with pytest.raises(ml.DeviceError, match="put: key is a tensor of"):
             r.cache.put(foreign, rows, rows)
     closed = r.cache.backend.new_context()
     closed.close()
