@@ -23,7 +23,7 @@ system:
 	@PYTHON=$(PYTHON) .ci/packages || echo "apt-get failed: tests that need these packages are skipped"
 
 # The caches, snapshots and prefix trees, their random traces and both shipped suites, whole, on the strict backend over
-# NumPy; some ten minutes. tests/rigs/on_strict.py says what is left out.
+# NumPy; some four minutes on two cores. tests/rigs/on_strict.py says what is left out.
 test-strict: $(VENV)/.installed-test
 	PYTHONPATH=. $(BIN)/python -m pytest -q -n auto --dist worksteal -p tests.rigs.on_strict \
 	  tests/kvcache/attention tests/kvcache/caches tests/kvcache/prefix tests/kvcache/snapshots tests/backends/test_conformance_strict.py
