@@ -69,10 +69,7 @@ def test_more_chats_in_turn_than_sequences_compute_what_is_new(name: str) -> Non
     """The cells of a window are those of two conversations; what is kept of four goes beside them."""
     made, chats = hf.model(name), [hf.tokens(1, 40, seed=seed) for seed in range(4)]
     every = PrefixOptions(interval=16)
-    options: dict[str, Any] = {"max_sequences": 2, "capacity": 512, "lookback": 8, "options": every}
-    if name == "mistral":  # windows alone: without a budget, copies of them take no more than their few cells
-        options["budget"] = "1MiB"
-    with HFPrefixCache(made, **options) as prefix:
+    with HFPrefixCache(made, max_sequences=2, capacity=512, lookback=8, options=every) as prefix:
         for turn in range(3):
             for i, ids in enumerate(chats):
                 before, expected = prefix.prefix.stats.reused, plain(made, ids)

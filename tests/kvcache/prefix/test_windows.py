@@ -95,9 +95,8 @@ def in_turn(r: Rig, conversations: int, turns: int) -> list[int]:
 @pytest.mark.parametrize("sequences", [1, 2])
 @pytest.mark.parametrize("cache", WINDOWS)
 def test_conversations_in_turn_find_all_of_their_past(talk: Talk, cache: str, sequences: int) -> None:
-    """More of them than the cells of a window have room for; full attention has for all, or the budget."""
-    budget = None if cache in BESIDE_ALL else 1 << 20
-    r = talk(cache, budget, max_sequences=sequences, capacity=400, max_batch=8)
+    """More of them than the cells of a window have room for, and no more than full attention has for."""
+    r = talk(cache, max_sequences=sequences, capacity=400, max_batch=8)
     assert in_turn(r, 7, 4) == [0] * 21
 
 
