@@ -37,7 +37,7 @@ from kvcache.prefix.prefix_tree import Path, PrefixTree
 from kvcache.prefix.radix_tree import Node, common_length
 from kvcache.prefix.retention import Retention
 from kvcache.prefix.tree_entry import TreeEntry, content_of
-from kvcache.snapshots.schedule import REPLACED
+from kvcache.snapshots.schedule import REPLACED, spread
 from kvcache.snapshots.serialize import deserialize
 from kvcache.snapshots.snapshot import Snapshot, SnapshotChain, unwrapped_snapshot
 from kvcache.stores import SerializedSnapshot
@@ -555,8 +555,13 @@ class OpenSessions:
         self._note_skipped(seq, int(ids.size))
         pieces = [part for part in self._cache.take_snapshots(seq) if part.end <= ids.size]
         if pieces:
+            path = self._tree.walk(ids[: pieces[-1].end], session.above(pieces[-1].end))
+            if self._tree.store is None and pieces[0].begin > self._tree.along(path)[0]:
+                # Their predecessor was evicted meanwhile: no prompt could begin with these, or later ones.
+                self._cache.cancel_snapshots(seq, session.spaced)
+                session.spaced = []
+                return
             with self._evictor.within_budgets():
-                path = self._tree.walk(ids[: pieces[-1].end], session.above(pieces[-1].end))
                 self._insert(session, path, pieces)
                 session.kept = pieces[-1].end
                 self._follow(session, path)
@@ -604,8 +609,9 @@ class OpenSessions:
             return []
         size, begin = int(path.tokens.size), session.kept
         taken = [piece for piece in self._cache.take_snapshots(session.seq) if piece.end <= size]
-        if begin and self._tree.along(path)[0] < begin:  # their predecessor was evicted meanwhile
-            taken, begin = [piece for piece in taken if not piece.begin], 0
+        reached = self._tree.along(path)[0] if begin else 0
+        if reached < begin:  # their predecessor was evicted meanwhile
+            taken, begin = [piece for piece in taken if not piece.begin], reached
         begin = taken[-1].end if taken else begin
         if begin < size:
             with contextlib.suppress(
@@ -720,15 +726,10 @@ def thinned(pieces: Sequence[Snapshot], inside: int | None) -> list[list[Snapsho
 
     The windows and states of all but the last one have at most ``inside`` bytes then.
     """
-    whole = [sum(part.nbytes for part in unwrapped_snapshot(one) if not part.divisible) for one in pieces]
-    limit = sum(piece.nbytes for piece in pieces) - sum(whole[:-1]) if inside is None else inside
-    stay, nbytes = [*range(len(pieces))], sum(whole[:-1])
-    while nbytes > limit:
-
-        def between(place: int, stay: list[int] = stay) -> int:
-            return pieces[stay[place + 1]].end - pieces[stay[place]].begin
-
-        nbytes -= whole[stay.pop(min(range(len(stay) - 1), key=between))]
+    before = pieces[:-1]
+    whole = [sum(part.nbytes for part in unwrapped_snapshot(one) if not part.divisible) for one in before]
+    limit = sum(piece.nbytes for piece in pieces) - sum(whole) if inside is None else inside
+    stay = [*spread([piece.end for piece in pieces], whole, limit), len(before)]
     starts = [0, *(i + 1 for i in stay[:-1])]
     return [[*pieces[start : i + 1]] for start, i in zip(starts, stay, strict=True)]
 

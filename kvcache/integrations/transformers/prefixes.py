@@ -30,6 +30,7 @@ from kvcache.integrations.transformers.rope import check_rotation, rotation_limi
 from kvcache.prefix.prefix_cache import PrefixCache, Session
 from kvcache.prefix.tiers import HostTier
 from kvcache.snapshots.layer_shapes import Layers, layers_of_cache
+from kvcache.snapshots.snapshot import Snapshot
 from kvcache.stores import Part
 
 __all__ = ["HFPrefixCache", "HFSession"]
@@ -52,6 +53,11 @@ class HFSession(Conversation):
         super().__init__(session, self.cache.rows, self.cache.get_seq_length)
         self.cache.rows.limit = owner.limit
         session.complete = self.cache.rows.complete
+        self.cache.rows.session_snapshots = self._snapshots
+
+    @in_turn
+    def _snapshots(self, inside: int | None) -> Sequence[Snapshot]:
+        return self._session.snapshots(inside)
 
     @in_turn
     def prefill(self, size: int = 512) -> None:
