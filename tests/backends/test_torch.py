@@ -389,6 +389,35 @@ def test_a_call_whose_mask_has_fewer_rows_than_queries_is_refused(ctx: TorchCont
             ctx.backend.attention_calls(ctx, q, k, k, [[call]], 1.0)
 
 
+@pytest.mark.parametrize(("dtype", "scale"), [(DType.F32, 0.5), (DType.BF16, 0.5), (DType.F32, -0.5)])
+def test_a_decoding_step_for_layers_alike_fits_one_of_another_layout_or_size_too(
+    ctx: TorchContext, dtype: DType, scale: float
+) -> None:
+    """Worked out once for the calls of a pass: the next layer may be stored otherwise."""
+    levels = [[ml.AttentionCall(slice(0, 2), 2, 3, 1, 4, None, None)]]
+    rng = np.random.default_rng(0)
+    plain, transposed, offset = (9, 2, 8), (2, 9, 8), (10, 2, 8)
+    for shape, heads in ((plain, 4), (plain, 4), (transposed, 4), (offset, 4), (plain, 2), ((9, 2, 16), 4)):
+        dim = shape[2]
+        key, value = (
+            ctx.from_numpy(rng.standard_normal(shape).astype(np.float32)).cast(ctx, dtype) for _ in range(2)
+        )
+        if shape is transposed:
+            key, value = (x.permute(ctx, 1, 0, 2) for x in (key, value))
+        elif shape is offset:
+            key, value = (x.slice(ctx, 0, 1, 10) for x in (key, value))
+        query = ctx.from_numpy(rng.standard_normal((2, heads, dim)).astype(np.float32)).cast(ctx, dtype)
+        found = ctx.backend.attention_calls(ctx, query, key, value, levels, scale)
+        q, k, v = (x.cast(ctx, DType.F32).to_numpy() for x in (query, key, value))
+        for token, rows in enumerate((slice(1, 4), slice(5, 8))):
+            for head in range(heads):
+                at = head * 2 // heads
+                weights = np.exp(scale * k[rows, at] @ q[token, head])
+                right = weights @ v[rows, at] / weights.sum()
+                got = found.cast(ctx, DType.F32).to_numpy()[token, head]
+                np.testing.assert_allclose(got, right, atol=1e-5 if dtype is DType.F32 else 0.05)
+
+
 def test_the_cache_is_asked_for_head_major_and_masks_of_the_default_dtype() -> None:
     for dtype in FLOATS:
         with TorchBackend(device="cpu", dtype=dtype) as backend:
