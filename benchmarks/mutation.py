@@ -129,7 +129,7 @@ AREAS = {
     "FileStore": Area(
         tuple(f"kvcache/stores/{name}.py" for name in ("file", "folder", "index", "closing", "entries")),
         (
-            *_files("tests/kvcache/stores/test_", "index", "files", "files_failing", "faults"),
+            *_files("tests/kvcache/stores/test_", "index", "files", "files_failing", "faults", "refusals"),
             "tests/kvcache/stores/test_suite.py::TestFileStore",
             *("-k", "not no_key and not valkey and not mooncake"),  # mutmut cannot name the ids of no_key
         ),
