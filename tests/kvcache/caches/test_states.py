@@ -357,6 +357,30 @@ def test_a_state_is_taken_where_a_batch_ends(states: MakeStates) -> None:
     assert [(one.begin, one.end) for one in r.cache.take_snapshots(0)] == [(0, 2), (2, 7)]
 
 
+@pytest.mark.parametrize("looked", [False, True])
+def test_positions_inside_a_batch_are_skipped_and_said_to_be(states: MakeStates, looked: bool) -> None:
+    r = states()
+    r.schedule(0, [3, 7])
+    r.forward(*[0] * 9)
+    if looked:
+        assert r.cache.take_snapshots(0) == []
+    assert r.cache.skipped_snapshots(0) == [3, 7]
+    assert r.cache.take_snapshots(0) == r.cache.skipped_snapshots(0) == []
+
+
+@pytest.mark.parametrize("delivery", ["none", "some"])
+def test_what_a_model_does_not_deliver_for_every_layer_is_skipped(states: MakeStates, delivery: str) -> None:
+    r = states()
+    r.forward(0)
+    r.delivery = delivery
+    r.schedule(0, [2, 4])
+    r.want(0, [3])
+    r.forward(0, 0, 0)
+    assert r.cache.take_snapshots(0)[0].end == 4
+    assert r.cache.skipped_snapshots(0) == [2]
+    assert r.cache.resume_point(0, 3) == 0
+
+
 def test_batches_of_a_model_that_delivers_may_end_anywhere(backend: ml.Backend) -> None:
     def made(delivers: bool) -> kvcache.RecurrentCache:
         return kvcache.RecurrentCache.of(kvcache.StateCache(TWO, delivers=delivers))
