@@ -13,7 +13,7 @@ from kvcache.stores import strict_json
 from kvcache.stores.buffers import Buffer, WritableBuffer
 from kvcache.stores.builtin import path_of
 from kvcache.stores.closing import Closing
-from kvcache.stores.composing import Part, compose
+from kvcache.stores.composing import Part, compose, digest_of
 from kvcache.stores.errors import (
     SnapshotCorruptError,
     StoreClosedError,
@@ -78,6 +78,7 @@ __all__ = [
     "check_budget",
     "check_key",
     "compose",
+    "digest_of",
     "digest_of_snapshot",
     "files_digest",
     "get_snapshot",

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import ml
+from kvcache.attention.step_reads import StepReads
 from kvcache.cache import Batch, CacheDType
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.windows import SlidingWindowCache
@@ -24,7 +25,6 @@ from kvcache.testing.bench import by_hand
 from kvcache.testing.bench.batch import CASES, BatchDecoding, Case, fill
 from kvcache.testing.bench.batch import LAYERS as BATCH_LAYERS
 from kvcache.testing.bench.timing import Contender, Trial, interleave
-from kvcache.views.step_reads import StepReads
 from kvcache.views.words import counted
 
 HEADS, DIM = 8, 128
