@@ -1,13 +1,83 @@
-"""Arrows run one way: backends -> ml <- kvcache. The contracts are in pyproject.toml."""
+"""Arrows run one way: backends -> ml <- kvcache, and what lies above the library uses its public names.
+
+The contracts are in pyproject.toml. They are about modules; the names are checked here: each package that the
+reference documents (docs/reference.py) names in ``__all__`` what others may use.
+"""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGES: tuple[str, ...] = next(
+    ast.literal_eval(node.value)
+    for node in ast.parse((ROOT / "docs" / "reference.py").read_text()).body
+    if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PACKAGES"
+)
+"""What the reference documents."""
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+LIBRARY = frozenset(
+    name
+    for name in PACKAGES
+    if name.split(".")[0] == "ml"
+    or name in ("kvcache", "kvcache.cache", "kvcache.stores", "kvcache.testing", "kvcache.testing.bench")
+)
+"""What integrations and views may import from: the public packages of the library beside them."""
+ROOMS = {
+    "kvcache/integrations": LIBRARY,
+    "kvcache/views": LIBRARY,
+    "benchmarks": frozenset(PACKAGES),
+    "examples": frozenset(PACKAGES),
+}
+
+
+def ignored() -> set[tuple[str, str]]:
+    """The exceptions of the contracts: (importing module, imported module)."""
+    ignored = [one for contract in SETTINGS["contracts"] for one in contract.get("ignore_imports", ())]
+    return {(source, target) for source, _, target in (one.partition(" -> ") for one in ignored)}
+
+
+def internals(source: str, public: frozenset[str], own: str = "") -> Iterator[tuple[int, str, str]]:
+    """(line, module, name) of each name that is imported from ml or kvcache and is not public.
+
+    A name is public in a package of ``public`` if ``__all__`` has it, or if it is such a package itself.
+    Modules in the package ``own`` are the importing room's.
+    """
+    tree = ast.parse(source)
+    whole = {"ml": "ml", "kvcache": "kvcache"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            module, names = node.module, [alias.name for alias in node.names]
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                module = alias.name
+                if module.split(".")[0] in whole and module not in public and not is_in(module, own):
+                    yield node.lineno, module, "*"
+            continue
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in whole:
+            module, names = node.value.id, [node.attr]
+        else:
+            continue
+        if module.split(".")[0] not in whole or is_in(module, own):
+            continue
+        exported = importlib.import_module(module).__all__ if module in public else ()
+        for name in names:
+            inside = f"{module}.{name}"
+            if name not in exported and inside not in public and not is_in(inside, own) and name[0] != "_":
+                is_module = ROOT.joinpath(*inside.split(".")).with_suffix(".py").is_file()
+                yield node.lineno, inside if is_module else module, name
+
+
+def is_in(module: str, package: str) -> bool:
+    return bool(package) and (module == package or module.startswith(package + "."))
 
 
 def test_the_import_contracts_are_kept() -> None:
@@ -17,6 +87,49 @@ def test_the_import_contracts_are_kept() -> None:
         [sys.executable, "-c", lint, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    contracts = settings["tool"]["importlinter"]["contracts"]
-    assert f"{len(contracts)} kept, 0 broken" in ended.stdout
+    assert f"{len(SETTINGS['contracts'])} kept, 0 broken" in ended.stdout
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_what_lies_above_the_library_uses_its_public_names(room: str) -> None:
+    own = room.replace("/", ".") if room.startswith("kvcache/") else ""
+    found = {
+        (".".join(file.relative_to(ROOT).with_suffix("").parts), module): f"line {line}: {name}"
+        for file in sorted((ROOT / room).rglob("*.py"))
+        for line, module, name in internals(file.read_text(), ROOMS[room], own)
+    }
+    allowed = {(source, target) for source, target in ignored() if is_in(source, room.replace("/", "."))}
+    assert {place: where for place, where in found.items() if place not in allowed} == {}
+    assert allowed <= found.keys(), "an exception that is no longer needed"
+
+
+@pytest.mark.parametrize(
+    ("planted", "found"),
+    [
+        ("from kvcache.storage.cell_table import CellTable", "CellTable"),
+        ("from kvcache import CausalCache, CellTable", "CellTable"),
+        ("from kvcache.stores import manifest", "manifest"),
+        ("import kvcache.prefix.tiers", "*"),
+        ("import kvcache\nkvcache.caches", "caches"),
+        ("from ml.block_formats import AFFINE", "AFFINE"),
+        ("from ml.nn import rope, hidden", "hidden"),
+        ("def later():\n    from kvcache.caches.causal import CausalCache", "CausalCache"),
+    ],
+)
+def test_a_planted_import_of_an_internal_is_found(planted: str, found: str) -> None:
+    assert [name for _, _, name in internals(planted, LIBRARY, "kvcache.integrations")] == [found]
+
+
+def test_public_names_and_own_modules_are_not_found() -> None:
+    good = """
+import kvcache, ml
+from kvcache import CausalCache, DenseBatch, branches
+from kvcache.cache import Batch
+from kvcache.integrations.rows.caches import Kind
+from kvcache.stores import FileStore, digest_of
+from kvcache.testing import bench
+from kvcache.testing.bench import interleave
+from ml import DType, nn
+kvcache.CausalCache, kvcache.__version__, ml.DType
+"""
+    assert [*internals(good, LIBRARY, "kvcache.integrations")] == []

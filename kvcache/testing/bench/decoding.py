@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -183,15 +182,22 @@ def measure(
 
 def _by_hand(backend: ml.Backend) -> Any:
     """The module of floors and peers for this backend, or NumPy's; None if the device is not a CPU."""
-    name = f"kvcache.integrations.bench_{backend.name}"
     if backend.devices[0].kind != "cpu":
         return None
-    if importlib.util.find_spec(name) is None:
-        return by_hand
     try:
-        return importlib.import_module(name)
+        return floors_for(backend.name)
     except ImportError:
         return by_hand
+
+
+def floors_for(name: str) -> Any:
+    """The module of what a backend is compared with, by the backend's name.
+
+    ``floors(history, new, heads, dim, dtype, grow, window)`` are writes and views by hand, ``peers`` with
+    these arguments the installed caches of other runtimes: contenders by name. ``FLOORS`` names the floors.
+    Raises ImportError if there is no such module, or if its framework is not installed.
+    """
+    return importlib.import_module(f"kvcache.integrations.bench_{name}")
 
 
 def _steps(
