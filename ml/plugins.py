@@ -10,7 +10,7 @@ import importlib.metadata
 import os
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ml import hookspecs
