@@ -7,7 +7,7 @@ reference documents (docs/reference.py) names in ``__all__`` what others may use
 from __future__ import annotations
 
 import ast
-import importlib
+import functools
 import subprocess
 import sys
 import tomllib
@@ -17,11 +17,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES: tuple[str, ...] = next(
-    ast.literal_eval(node.value)
-    for node in ast.parse((ROOT / "docs" / "reference.py").read_text()).body
-    if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PACKAGES"
-)
+
+
+def assigned(file: Path, name: str) -> tuple[str, ...]:
+    """The strings of a list in a module, which is not imported: it may need what is not installed."""
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return tuple(ast.literal_eval(node.value))
+    raise LookupError(f"{file} has no {name}")
+
+
+@functools.cache
+def exported(module: str) -> tuple[str, ...]:
+    path = ROOT.joinpath(*module.split("."))
+    return assigned(path / "__init__.py" if path.is_dir() else path.with_suffix(".py"), "__all__")
+
+
+PACKAGES = assigned(ROOT / "docs" / "reference.py", "PACKAGES")
 """What the reference documents."""
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
 LIBRARY = frozenset(
@@ -71,10 +83,10 @@ def internals(source: str, public: frozenset[str], own: tuple[str, ...]) -> Iter
             continue
         if module.split(".")[0] not in whole or is_in(module, own):
             continue
-        exported = importlib.import_module(module).__all__ if module in public else ()
+        names_of = exported(module) if module in public else ()
         for name in names:
             inside = f"{module}.{name}"
-            if name not in exported and inside not in public and not is_in(inside, own) and name[0] != "_":
+            if name not in names_of and inside not in public and not is_in(inside, own) and name[0] != "_":
                 is_module = ROOT.joinpath(*inside.split(".")).with_suffix(".py").is_file()
                 yield node.lineno, inside if is_module else module, name
 
