@@ -26,7 +26,10 @@ from kvcache.testing.bench.batch import LAYERS as BATCH_LAYERS
 from kvcache.testing.bench.timing import Contender, Trial, interleave
 from kvcache.views.words import counted
 
-HEADS, DIM = 8, 128
+HEADS = 8
+"""KV heads of a layer, as many as there are query heads."""
+DIM = 128
+"""Numbers of a head."""
 LAYERS = 4
 """The first layer includes the preparation of a step; the others are timed together."""
 ROOM = 2048
