@@ -60,7 +60,7 @@ test-lmcache: .venv-lmcache/.installed
 .venv-lmcache/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-lmcache
 	$(LMCACHE) -m pip install --quiet torch==2.13.0 transformers==5.23.0 aiofile aiofiles aiohttp cachetools cryptography msgspec numba \
-	  prometheus_client psutil py-cpuinfo pyyaml pyzmq requests sortedcontainers -e ".[lmcache,testing]"
+	  opentelemetry-api prometheus_client psutil py-cpuinfo pyyaml pyzmq requests sortedcontainers -e ".[lmcache,testing]"
 	$(LMCACHE) -m pip install --quiet --no-deps lmcache==0.5.6
 	touch $@
 

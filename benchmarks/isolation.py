@@ -2,7 +2,8 @@
 
     python -m benchmarks.isolation                      # runs tests/isolation, which takes seconds
     .venv-sglang/bin/python -m benchmarks.isolation     # and what SGLang's own names add to its column
-    .venv-lmcache/bin/python -m benchmarks.isolation
+    .venv-lmcache/bin/python -m benchmarks.isolation    # what LMCache's server finds in a folder, and its names
+    .venv-vllm/bin/python -m benchmarks.isolation       # what vLLM's manager of tiers finds in a folder
     python -m benchmarks.isolation --show               # writes the table of what was recorded
 
 A cell is there if its test has passed, with all that it was crossed with; one that failed ends the command.
@@ -39,7 +40,7 @@ class Cells:
 
 def suite() -> str:
     """The tests for the environment that this is run in."""
-    for runtime in ("sglang", "lmcache"):
+    for runtime in ("vllm", "sglang", "lmcache"):
         if importlib.util.find_spec(runtime) is not None:
             return f"{TESTS}/integrations/{runtime}/running/test_isolation.py"
     return HERE

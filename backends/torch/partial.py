@@ -21,6 +21,7 @@ from backends.torch.kernels import (
     natives,
     with_sinks,
 )
+from backends.torch.store import alias
 from backends.torch.tensor import Placement, TorchTensor
 from ml.base import check_attention
 from ml.base.checks import check_mask
@@ -105,6 +106,9 @@ def decoding_step(
         return None
     if tokens != call.batch or not tokens:
         return None
+    last = (call.batch - 1) * call.step
+    if min(call.start, call.start + last) < 0 or max(0, last) + call.start + call.length > key.shape[0]:
+        return None  # refused by torch: the views below are not checked
     key_size, value_size = key.native.size(), value.native.size()
     key_steps, value_steps = key.native.stride(), value.native.stride()
     keys, values = (_run(x.shape, x.native.stride(), call) for x in (key, value))
@@ -127,8 +131,7 @@ def decoding_step(
         ):
             return None
         q = q.reshape(grouped)
-        k = k.as_strided(keys[0], keys[1], k.storage_offset() + keys[2])
-        v = v.as_strided(values[0], values[1], v.storage_offset() + values[2])
+        k, v = alias(k, *keys), alias(v, *values)
         if flash and scale > 0:
             out = functional.scaled_dot_product_attention(q, k, v, scale=scale)
         else:

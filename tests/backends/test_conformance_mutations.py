@@ -10,6 +10,7 @@ import importlib.util
 import itertools
 import os
 import re
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -342,6 +343,29 @@ class TestMine({area}):
         with ml.open_backend("numpy") as backend:
             yield backend
 """
+
+
+@pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_the_test_in_which_the_process_ends_is_named_by_plain_pytest_too(tmp_path: Path, end: str) -> None:
+    file = tmp_path / f"test_{next(NUMBERS)}.py"
+    text = "import os, signal\nfrom ml.testing.order import OrderTests\n\nclass TestMine(OrderTests):\n"
+    file.write_text(
+        f"{text}    def test_before(self):\n        pass\n    def test_ending(self):\n        {end}\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-pno:cacheprovider",
+        "-k",
+        "before or ending",
+        str(file),
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1] == (
+        f"{file.name}::TestMine::test_ending: the process ended during this test"
+    )
 
 
 @pytest.mark.parametrize(("module", "area"), [("refusals", "RefusalTests"), ("order", "OrderTests")])

@@ -389,6 +389,49 @@ def test_a_call_whose_mask_has_fewer_rows_than_queries_is_refused(ctx: TorchCont
             ctx.backend.attention_calls(ctx, q, k, k, [[call]], 1.0)
 
 
+@pytest.mark.parametrize(("dtype", "scale"), [(DType.F32, 0.5), (DType.BF16, 0.5), (DType.F32, -0.5)])
+def test_a_decoding_step_for_layers_alike_fits_one_of_another_layout_or_size_too(
+    ctx: TorchContext, dtype: DType, scale: float
+) -> None:
+    """Worked out once for the calls of a pass: the next layer may be stored otherwise."""
+    levels = [[ml.AttentionCall(slice(0, 2), 2, 3, 1, 4, None, None)]]
+    rng = np.random.default_rng(0)
+
+    def stored(layout: str, dim: int) -> Any:
+        shape = (2, 9, dim) if layout == "head-major" else (10, 2, dim)
+        made = ctx.from_numpy(rng.standard_normal(shape).astype(np.float32)).cast(ctx, dtype)
+        if layout == "head-major":
+            return made.permute(ctx, 1, 0, 2)
+        if layout == "first head":
+            return made.slice(ctx, 1, 0, 1)
+        return made.slice(ctx, 0, 1, 10) if layout == "later rows" else made
+
+    layers = [("plain", "plain", 4, 8)] * 2 + [("plain", "plain", 2, 8), ("plain", "plain", 4, 16)]
+    layers += [(one, other, 4, 8) for one in ("head-major", "later rows") for other in ("plain", one)]
+    layers += [("plain", "head-major", 4, 8), ("first head", "first head", 4, 8)]
+    for of_key, of_value, heads, dim in layers:
+        key, value = stored(of_key, dim), stored(of_value, dim)
+        query = ctx.from_numpy(rng.standard_normal((2, heads, dim)).astype(np.float32)).cast(ctx, dtype)
+        found = ctx.backend.attention_calls(ctx, query, key, value, levels, scale)
+        assert found.dtype is dtype
+        q, k, v = (x.cast(ctx, DType.F32).to_numpy() for x in (query, key, value))
+        for token, rows in enumerate((slice(1, 4), slice(5, 8))):
+            for head in range(heads):
+                at = head * key.shape[1] // heads
+                weights = np.exp(scale * k[rows, at] @ q[token, head])
+                right = weights @ v[rows, at] / weights.sum()
+                got = found.cast(ctx, DType.F32).to_numpy()[token, head]
+                np.testing.assert_allclose(got, right, atol=1e-5 if dtype is DType.F32 else 0.05)
+
+
+@pytest.mark.parametrize(("start", "step"), [(4, 4), (7, 0), (5, -1), (-1, 4)])
+def test_calls_beyond_the_buffers_are_refused_not_read(ctx: TorchContext, start: int, step: int) -> None:
+    call = ml.AttentionCall(slice(0, 2), 2, 5, start, step, None, None)
+    query, key = ctx.zeros((2, 2, 8), DType.F32), ctx.zeros((9, 2, 8), DType.F32)
+    with pytest.raises(ml.DeviceError, match="attention_calls"):
+        ctx.backend.attention_calls(ctx, query, key, key, [[call]], 1.0)
+
+
 def test_the_cache_is_asked_for_head_major_and_masks_of_the_default_dtype() -> None:
     for dtype in FLOATS:
         with TorchBackend(device="cpu", dtype=dtype) as backend:

@@ -73,7 +73,7 @@ SLIPS = (AttributeError, TypeError, NameError)
 """What a bug raises that does not fit the code; it is not noticed then."""
 UNUSED = [f"-pno:{name}" for name in (
     "cacheprovider", "unraisableexception", "threadexception", "doctest", "junitxml", "pastebin", "stepwise",
-    "setuponly", "setupplan", "legacypath", "faulthandler", "logging", "debugging",
+    "setuponly", "setupplan", "legacypath", "faulthandler", "logging", "debugging", "ml-crashes",
 )]  # fmt: skip
 """Plugins of pytest; two collect all garbage for warnings when a session ends."""
 RANDOM = 10
