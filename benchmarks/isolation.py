@@ -2,7 +2,7 @@
 
     python -m benchmarks.isolation                      # runs tests/isolation, which takes seconds
     .venv-sglang/bin/python -m benchmarks.isolation     # and what SGLang's own names add to its column
-    .venv-lmcache/bin/python -m benchmarks.isolation    # what LMCache's server finds in a folder, and its names
+    .venv-lmcache/bin/python -m benchmarks.isolation    # what LMCache's server finds in a folder, and names
     .venv-vllm/bin/python -m benchmarks.isolation       # what vLLM's manager of tiers finds in a folder
     python -m benchmarks.isolation --show               # writes the table of what was recorded
 
