@@ -105,25 +105,30 @@ class _Look:
     def views(self, decode: Decode | None) -> list[NodeView]:
         """Parents before children, siblings in the order in which they were made."""
         views: list[NodeView] = []
-        parent: int | None = None
-        waiting = [(child, parent, 0) for child in reversed(self._drawn(self.root.children.values()))]
+        top = self._drawn(self.root.children.values())
+        places: dict[int, tuple[int | None, int]] = {id(node): (None, 0) for node in top}
+        """By node, the index of its parent's view, and its depth."""
+        waiting = top[::-1]
         while waiting:
-            node, parent, depth = waiting.pop()
+            node = waiting.pop()
+            parent, depth = places[id(node)]
             text = preview(self.tree.alphabet.decode(node.tokens[:HEAD]), decode)
-            hidden, entry = self.hidden(node.children.values()), node.data
+            children, entry = self._drawn(node.children.values()), node.data
+            hidden = self.hidden(node.children.values())
+            places |= {id(child): (len(views), depth + 1) for child in children}
+            waiting += children[::-1]
             if entry is None:
-                view = NodeView(parent, depth, node.begin, node.end, text, (), 0, hidden=hidden)
-            else:
-                view = NodeView(
+                views.append(NodeView(parent, depth, node.begin, node.end, text, (), 0, hidden=hidden))
+                continue
+            views.append(
+                NodeView(
                     parent, depth, node.begin, node.end, text, entry.tiers, entry.nbytes,
                     age=max(0.0, self.now - entry.since),
                     idle=len(self.uses) - bisect.bisect_right(self.uses, entry.used),
                     next_out=node is self.first,
                     hidden=hidden,
-                )  # fmt: skip
-            children = self._drawn(node.children.values())
-            waiting += [(child, len(views), depth + 1) for child in reversed(children)]
-            views.append(view)
+                )
+            )  # fmt: skip
         return views
 
     def _drawn(self, nodes: Iterable[T]) -> list[T]:

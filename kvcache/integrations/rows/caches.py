@@ -85,9 +85,9 @@ class ModelCaches:
         """The caches combined in ``cache``: for these kinds of attention, and for states if it has more."""
         family = cls.__new__(cls)
         family.all, family.encoder = cache, None
-        family.tops = cache.caches if isinstance(cache, WrapperCache) else [cache]
-        family.caches = dict(zip(dict.fromkeys(kinds), family.tops, strict=False))
-        family.states = next(iter(family.tops[len(family.caches) :]), None)
+        parts: Any = cache.caches if isinstance(cache, WrapperCache) else [cache]
+        family.tops, family.caches = parts, dict(zip(dict.fromkeys(kinds), parts, strict=False))
+        family.states = next(iter(parts[len(family.caches) :]), None)
         return family
 
     @property
