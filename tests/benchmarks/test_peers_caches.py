@@ -68,6 +68,11 @@ def no_window(original: Any, self: Any, *args: Any, **options: Any) -> Any:
     return original(self, *args, **{**options, "window_size": 1 << 20})
 
 
+def the_table_is_reversed(original: Any, self: Any, sequence: Any, *args: Any) -> None:
+    original(self, sequence, *args)
+    sequence.block_table.reverse()
+
+
 def without_tokens(original: Any, function: Any, parent: Any, tokens: Sequence[int], *extra: Any) -> Any:
     """The hash of a block."""
     return original(function, parent, (0,) * len(tokens), *extra)
@@ -142,7 +147,7 @@ MISTAKES: list[tuple[str, str, str, Mistake]] = [
     ("BatchRotatingKVCache", "select", f"{MLX}:BatchRotatingKVCache.filter", rows_in_order),
     ("ArraysCache", "select", f"{MLX}:ArraysCache.filter", rows_in_order),
     ("ArraysCache", "padding", f"{MLX}:ArraysCache.make_mask", nothing),
-    (NANO, "select", "nanovllm.engine.block_manager:BlockManager.compute_hash", lambda *_: 1),
+    (NANO, "select", "nanovllm.engine.block_manager:BlockManager.allocate", the_table_is_reversed),
     ("KVCacheManager", "select", HASHES, without_tokens),
     ("KVCacheManager", "draft", TABLES, the_last_is_the_first),
     ("KVCacheManager, sliding window", "tokens", LEAVES_WINDOW, a_block_more),
