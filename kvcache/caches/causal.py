@@ -403,7 +403,6 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         check_context("get_extra", ctx, self._bound("get_extra"))
         return forward.read_extra(ctx, self._layer, name)
 
-    @one_call  # otherwise rows would change while they are read
     def attend(
         self,
         ctx: ml.Context,
@@ -423,31 +422,36 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         counts twice. Negative numbers, and rows that the query does not see, are ignored; the output of a
         query with no row left is unspecified.
         """
-        forward = self._pass
-        if forward is None or forward.thread != get_ident():
-            forward = self._started("attend")
-        buffers = self._buffers.get(self._layer)
-        if buffers is None or buffers.stamp < forward.stamp or buffers.absent is not None:
-            buffers = forward.readable("attend", self._layer)
-        plan = forward.reading
-        if plan.bound_to is ctx and select is None and sinks is None and type(scale) is float:
-            result = plan.bound(buffers, query, scale)
-            if result is not None:
-                if buffers.stamp:  # as note_read
-                    buffers.stamp |= 1
-                return result
-        scale = check_query(ctx, self._backend, query, forward.tokens, buffers.shape.key, scale, sinks)
-        if select is not None:
-            check_select(forward.tokens, select)
-        if forward.reserve:
-            key, value = buffers.read(ctx, 0, self._table.cells)
-            return nn.attention(ctx, query, key, value, forward.reserved_mask(ctx), scale, sinks)
-        here = ctx.layer(self._layer)
-        forward.fill(here)
-        result = attend(here, plan, self._kernels, buffers, query, scale, sinks, select)
-        buffers.note_read()
-        # A cast to its own dtype moves a tensor to the device of ``ctx``.
-        return result if here is ctx else result.cast(ctx, result.dtype)
+        if not self._calls.acquire(False):  # rows must not change while they are read
+            raise busy("attend")
+        try:
+            forward = self._pass
+            if forward is None or forward.thread != get_ident():
+                forward = self._started("attend")
+            buffers = self._buffers.get(self._layer)
+            if buffers is None or buffers.stamp < forward.stamp or buffers.absent is not None:
+                buffers = forward.readable("attend", self._layer)
+            plan = forward.reading
+            if plan.bound_to is ctx and select is None and sinks is None and type(scale) is float:
+                result = plan.bound(buffers, query, scale)
+                if result is not None:
+                    if buffers.stamp:  # as note_read
+                        buffers.stamp |= 1
+                    return result
+            scale = check_query(ctx, self._backend, query, forward.tokens, buffers.shape.key, scale, sinks)
+            if select is not None:
+                check_select(forward.tokens, select)
+            if forward.reserve:
+                key, value = buffers.read(ctx, 0, self._table.cells)
+                return nn.attention(ctx, query, key, value, forward.reserved_mask(ctx), scale, sinks)
+            here = ctx.layer(self._layer)
+            forward.fill(here)
+            result = attend(here, plan, self._kernels, buffers, query, scale, sinks, select)
+            buffers.note_read()
+            # A cast to its own dtype moves a tensor to the device of ``ctx``.
+            return result if here is ctx else result.cast(ctx, result.dtype)
+        finally:
+            self._calls.release()
 
     def graph_rows(self, ctx: ml.Context, layer: int) -> GraphRows:
         """The tensors of one layer for a captured or compiled graph of this pass; see ``fixed_shapes``.
