@@ -88,7 +88,8 @@ test-peers: $(VENV)/.installed-bench .venv-vllm/.installed .venv-lmcache/.instal
 
 # The loop of somebody who edits: lint, types, and tests on NumPy. Left out are other frameworks, what is compiled, whole
 # suites, models and the engine, servers and stores of others, processes, long conversations, and what pages show.
-LEFT_OUT = test_architecture.py test_needs.py benchmarks command docs engine examples integrations/mlx_lm integrations/transformers serve \
+LEFT_OUT = test_architecture.py test_needs.py benchmarks command docs engine examples integrations/mlx_lm integrations/transformers \
+  integrations/test_engine.py serve \
   backends/test_conformance* backends/test_cpu_kernels.py backends/test_cupy* backends/test_mlx.py backends/test_plugins.py \
   backends/test_ragged_kernel.py backends/test_ring* backends/test_threads* backends/test_torch.py backends/test_torch_ragged.py \
   $(addprefix kvcache/test_, cache_* driven.py kvcache_package.py runtimes.py same_answers.py) kvcache/attention/test_fixed_shapes.py \

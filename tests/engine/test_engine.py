@@ -529,15 +529,6 @@ def test_an_engine_finds_in_a_store_what_another_one_left(model: Any) -> None:
     assert answer.tokens == reference(model, turn)
 
 
-def test_another_models_snapshots_are_not_found(make_model: Make, numpy_backend: ml.Backend) -> None:
-    store, prompt = MemoryStore(), tokens_of(9, 40)
-    weight = np.full((32,), 1.25, np.float32)
-    models = [make_model(), make_model({"model.norm.weight": weight}), make_model(rope_theta=5000.0)]
-    for folder in models:
-        with engine_of(load_model(folder, numpy_backend), tiers=[store]) as engine:
-            assert engine.complete([prompt], GREEDY)[0].reused == 0
-
-
 def test_the_identity_is_config_weights_and_dtype(make_model: Make, numpy_backend: ml.Backend) -> None:
     first, second = make_model(), make_model()
     (second / "README.md").write_text("not of the model")
