@@ -8,11 +8,11 @@ import functools
 import importlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -129,6 +129,18 @@ class Stored(NamedTuple):
             return None
         of_codes, of_scales = ((x.address, x.steps[0], x.steps[1]) for x in parts)
         return cls(shape, (KINDS[kind], *of_codes, *of_scales))
+
+
+def stored_of(parts: Sequence[Any], kind: str, array_of: Callable[[Any], Array]) -> Stored | None:
+    """The tensors of K or V in host memory, as ``Stored.of`` their arrays. Cached with the first tensor, in
+    its ``on_cpu``, since caches pass the same ones in each pass.
+    """
+    first, asked = parts[0], (kind, *parts[1:])
+    known, stored = getattr(first, "on_cpu", ((), None))
+    if known != asked:
+        stored = Stored.of([array_of(part.native) for part in parts], kind)
+        first.on_cpu = asked, stored
+    return cast("Stored | None", stored)
 
 
 @dataclass(frozen=True, slots=True)

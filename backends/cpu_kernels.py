@@ -32,6 +32,9 @@ from backends.cpu_vectors import (
     add_one_one,
     add_two_four,
     add_two_one,
+    copy_eights,
+    copy_fours,
+    copy_vectors,
     exponentials,
     highest,
     score_block,
@@ -128,6 +131,17 @@ def _read_row(kind: Any, row: Any, scales: Any, count: Any, width: Any, factor: 
         into[d] = ZERO
 
 
+@part(EXACT)
+def _copy(row: Any, step: Any, count: Any, dim: Any, width: Any, out: Any) -> None:
+    """Copy ``count`` rows of ``dim`` >= 4 floats, ``step`` apart, with zeros up to ``width``."""
+    if dim >= LANES:
+        copy_vectors(row, step, count, dim, out, width * 4)
+    elif dim >= 8:
+        copy_eights(row, step, count, dim, out, width * 4)
+    else:
+        copy_fours(row, step, count, dim, out, width * 4)
+
+
 @part(ARITHMETIC)
 def _rows(
     stored: Any, head: Any, dim: Any, width: Any, index: Any, gathered: Any, first: Any, count: Any, out: Any
@@ -136,13 +150,20 @@ def _rows(
     their address and step: in place, or widened in ``out``.
     """
     kind, address, cell_step, head_step, scales, scale_step, scale_head_step = stored
+    run = address + first * cell_step + head * head_step
     if not gathered and kind == F32 and dim == width:
-        return address + first * cell_step + head * head_step, cell_step
+        return run, cell_step
+    if not gathered and kind == F32 and dim >= 4:
+        _copy(run, cell_step, count, dim, width, out)
+        return out, width * 4
     for c in range(count):
         cell = np.int64(index[first + c]) if gathered else first + c
-        row = address + cell * cell_step + head * head_step
-        of = scales + cell * scale_step + head * scale_head_step
-        _read_row(kind, row, of, dim, width, ONE, out + c * width * 4)
+        row, into = address + cell * cell_step + head * head_step, out + c * width * 4
+        if kind == F32 and dim >= 4:
+            _copy(row, cell_step, 1, dim, width, into)
+        else:
+            of = scales + cell * scale_step + head * scale_head_step
+            _read_row(kind, row, of, dim, width, ONE, into)
     return out, width * 4
 
 

@@ -269,6 +269,36 @@ def _widening(bits: int) -> Any:
     return widen
 
 
+def _copying(lanes: int) -> Any:
+    """By vectors of ``lanes`` floats, of which the last may overlap the one before it."""
+    vectors = _Vectors(FLOAT, lanes, 4)
+
+    @intrinsic
+    def copy(typing: Any, row: Any, row_step: Any, count: Any, dim: Any, out: Any, out_step: Any) -> Any:
+        """Copy ``count`` rows of ``dim`` >= ``lanes`` floats, and add zeros up to a multiple of ``LANES``."""
+
+        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+            row, row_step, count, dim, out, out_step = given
+            last = builder.mul(builder.sub(dim, _number(lanes)), _number(4))
+            padded = builder.sub(out_step, _number(LANES * 4))
+            with cgutils.for_range(builder, count) as loop:
+                source = builder.add(row, builder.mul(loop.index, row_step))
+                target = builder.add(out, builder.mul(loop.index, out_step))
+                FLOATS.store(builder, FLOATS.all(0), builder.add(target, padded))
+                with cgutils.for_range(builder, builder.udiv(dim, _number(lanes))) as part:
+                    at = builder.mul(part.index, _number(lanes * 4))
+                    vectors.store(
+                        builder, vectors.load(builder, builder.add(source, at)), builder.add(target, at)
+                    )
+                tail = vectors.load(builder, builder.add(source, last))
+                vectors.store(builder, tail, builder.add(target, last))
+            return context.get_dummy_value()
+
+        return types.void(*[place] * 6), generate
+
+    return copy
+
+
 def _pointing(element: Any, kind: Any) -> Any:
     @intrinsic
     def point(typing: Any, address: Any) -> Any:
@@ -286,5 +316,6 @@ score_block, score_row, score_column, score_one = (
 add_four_two, add_four_one, add_two_four, add_two_one, add_one_eight, add_one_one = (
     _adding(tall, wide) for tall, wide in ((4, 2), (4, 1), (2, 4), (2, 1), (1, 8), (1, 1))
 )
+copy_vectors, copy_eights, copy_fours = map(_copying, (LANES, 8, 4))
 widen_four, widen_eight = _widening(4), _widening(8)
 to_floats, to_halves = _pointing(FLOAT, types.float32), _pointing(ir.IntType(16), types.uint16)

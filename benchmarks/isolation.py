@@ -1,8 +1,9 @@
 """Which contexts are kept apart on which face: the table of docs/prefix-cache.md, of the suite that shows it.
 
     python -m benchmarks.isolation                      # runs tests/isolation, which takes seconds
-    .venv-sglang/bin/python -m benchmarks.isolation     # and what SGLang's own names add to its column
-    .venv-lmcache/bin/python -m benchmarks.isolation
+    .venv-sglang/bin/python -m benchmarks.isolation     # and what SGLang's own names add
+    .venv-lmcache/bin/python -m benchmarks.isolation    # its names, and what its server finds
+    .venv-vllm/bin/python -m benchmarks.isolation       # what its manager of tiers finds
     python -m benchmarks.isolation --show               # writes the table of what was recorded
 
 A cell is there if its test has passed, with all that it was crossed with; one that failed ends the command.
@@ -39,7 +40,7 @@ class Cells:
 
 def suite() -> str:
     """The tests for the environment that this is run in."""
-    for runtime in ("sglang", "lmcache"):
+    for runtime in ("vllm", "sglang", "lmcache"):
         if importlib.util.find_spec(runtime) is not None:
             return f"{TESTS}/integrations/{runtime}/running/test_isolation.py"
     return HERE
@@ -49,7 +50,8 @@ def run() -> None:
     import pytest
 
     cells = Cells()
-    if code := pytest.main(["-q", "-p", "no:cacheprovider", suite()], plugins=[cells]):
+    warnings = [] if suite() == HERE else ["-W", "default"]  # runtimes warn as they are imported
+    if code := pytest.main(["-q", "-p", "no:cacheprovider", *warnings, suite()], plugins=[cells]):
         sys.exit(int(code))
     record = load(RECORD)
     for face, dimension, tier, *crossed in cells.found:
@@ -68,8 +70,8 @@ def rows(record: dict[str, Any], dimensions: dict[str, str], faces: list[Any]) -
             shown = ", ".join(tier for tier in _TIERS if tier in cell).replace("device, host, folder", "all")
             if dimension in face.open:
                 shown = f"**open** [{numbers[face.open[dimension]]}]"
-            elif dimension in face.told:
-                shown = f"{shown} [{numbers[face.told[dimension]]}]"
+            elif shown and dimension in face.told:
+                shown += f" [{numbers[face.told[dimension]]}]"
             elif dimension in face.refused:
                 shown = f"none [{numbers[face.refused[dimension]]}]"
             row.append(shown or "not run")

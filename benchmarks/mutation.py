@@ -39,9 +39,7 @@ READING = (
     "extras_keep_their_shapes_and_dtypes",
     "what_was_put_is_read_bit_for_bit",
     "what_a_layer_does_not_store_is_refused_and_leaves_all_as_it_was",
-    "a_token_is_exact_in_its_pass_and_while_it_is_among_the_last_or_the_first",
     "a_query_attends_to_the_chosen_rows_that_it_sees",
-    "parts_that_are_put_are_read_as_what_they_say",
 )
 KEEPING = (
     "a_snapshot_outlives_what_it_was_taken_of",
@@ -57,7 +55,6 @@ ATTENDING = (
     "a_query_attends_to_the_chosen_rows_that_it_sees",
     "chosen_rows_far_apart_or_many_are_read_in_any_number_of_steps",
     "in_every_dtype_of_the_cache_and_of_the_query",
-    "a_token_is_exact_in_its_pass_and_while_it_is_among_the_last_or_the_first",
 )
 
 
@@ -87,14 +84,17 @@ AREAS = {
     ),
     "read plan": Area(
         (
-            "kvcache/integrations/rows/dense_batch.py",
             *_files(
-                "kvcache/attention/", "batch", "forward_pass", "fixed_shapes", "masks", "plan", "history"
+                "kvcache/attention/",
+                *("batch", "forward_pass", "fixed_shapes", "masks", "plan", "history", "dense_batch"),
+                *("pass_reads", "layer_cells"),
             ),
         ),
         (
-            "tests/integrations/test_dense_batch.py",
-            *_files("tests/kvcache/attention/test_", "fixed_shapes", "large_masks"),
+            *_files(
+                "tests/kvcache/attention/test_",
+                *("dense_batch", "uneven_batches", "pass_reads", "fixed_shapes", "large_masks"),
+            ),
             *("tests/kvcache/caches/test_order.py", TRACES),
             *_in_suite(READING),
             *("-k", "not torch and not mlx and not cupy and not jax and not graph"),
@@ -132,7 +132,7 @@ AREAS = {
     "FileStore": Area(
         tuple(f"kvcache/stores/{name}.py" for name in ("file", "folder", "index", "closing", "entries")),
         (
-            *_files("tests/kvcache/stores/test_", "index", "files", "files_failing", "faults"),
+            *_files("tests/kvcache/stores/test_", "index", "files", "files_failing", "faults", "refusals"),
             "tests/kvcache/stores/test_suite.py::TestFileStore",
             *("-k", "not no_key and not valkey and not mooncake"),  # mutmut cannot name the ids of no_key
         ),

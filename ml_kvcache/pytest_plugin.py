@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__: list[str] = []
 
+SUITES = {"ml.testing", "kvcache.testing", "kvcache_engine.testing"}
+"""The packages of the shipped suites."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("ml", "conformance of ml backends")
@@ -64,11 +67,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A suite that leaves the choice to the command line (``chosen_by_option``) needs a choice.
+    """Where there are tests of the suites: the test in which the process ends is named. xdist does so itself.
 
-    Running on whatever happens to be installed would let a missing framework pass as a success.
+    A suite that leaves the choice to the command line (``chosen_by_option``) needs a choice: running on
+    whatever happens to be installed would let a missing framework pass as a success.
     """
-    if config.getoption("--ml-backend") or "ml.testing" not in sys.modules:
+    if not SUITES & sys.modules.keys():
+        return
+    classes = {cls for item in items if (cls := getattr(item, "cls", None)) is not None}
+    bases = {base.__module__ for cls in classes for base in cls.__mro__}
+    if any(name.startswith((*SUITES,)) for name in bases) and not hasattr(config, "workerinput"):
+        from ml.testing.crashes import CrashWatch
+
+        config.pluginmanager.register(CrashWatch(), "ml-crashes")
+    if config.getoption("--ml-backend"):
         return
     for item in items:
         if getattr(getattr(item, "cls", None), "chosen_by_option", False):

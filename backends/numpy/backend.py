@@ -147,7 +147,10 @@ class NumpyBackend(BaseBackend):
 
 
 class NumpyTensor(ArrayTensor):
-    __slots__ = ()
+    __slots__ = ("on_cpu",)
+
+    on_cpu: Any
+    """The cached argument of the CPU kernels: see backends.cpu_attention.stored_of."""
 
     @classmethod
     def own(cls, ctx: BaseContext, array: Any, dtype: DType) -> Self:
@@ -199,7 +202,7 @@ def _stored(
     elif not BITS.keys() >= set(formats):
         return None, None
     keys, values = (
-        Stored.of([Array.of(part.native) for part in parts], name)
+        cpu_attention.stored_of(parts, name, Array.of)
         for parts, name in zip((key, value), formats, strict=True)
     )
     return keys, values

@@ -20,7 +20,7 @@ from backends.torch.distributed import TorchGroup, join
 from backends.torch.formats import decoded, encoded
 from backends.torch.grouped import multiply_grouped
 from backends.torch.kernels import CausalMasks
-from backends.torch.partial import attend_calls, attend_partially
+from backends.torch.partial import DecodingStep, attend_calls, attend_partially, decoding_step
 from backends.torch.quantized import attend_quantized, quantized_store
 from backends.torch.quantized import encode as compiled
 from backends.torch.ragged import attend_ragged
@@ -72,6 +72,8 @@ class TorchBackend(PlacedBackend):
         super().__init__("torch", [place.info() for place in self.places], layers, dtype)
         self.foreign = tuple(TorchStorage(self, i, None) for i in range(len(self.places)))
         self.causal_masks = CausalMasks()
+        self._step: tuple[object, DecodingStep | None] = None, None
+        """The calls of the last pass that decoded, and how its layers attend."""
         self.group: BaseGroup | None = None
         self.settle: Callable[[str], None] | None = None
         """Set by a group of several ranks; called before the host waits for a result."""
@@ -89,6 +91,7 @@ class TorchBackend(PlacedBackend):
             if self.pages is not None:
                 self.pages.close()
             self.causal_masks.clear()
+            self._step = None, None
             if self.group is not None:
                 self.group.close()
             release(self.places)
@@ -182,6 +185,14 @@ class TorchBackend(PlacedBackend):
         sinks: TorchTensor | None = None,
     ) -> TorchTensor:
         """See ``ml.SupportsPartialAttention``."""
+        if sinks is None:
+            known, step = self._step
+            if known is not levels:
+                step = decoding_step(ctx, query, key, value, levels)
+                self._step = levels, step
+            result = step and step(ctx, query, key, value, scale)
+            if result is not None:
+                return result
         return attend_calls(ctx, self.causal_masks, query, key, value, levels, scale, sinks)
 
     def quantize(self, ctx: TorchContext, x: TorchTensor, format: str) -> tuple[TorchTensor, ...] | None:

@@ -82,7 +82,7 @@ def causal_bias(masks: CausalMasks, q: torch.Tensor, v: torch.Tensor, batch: int
     tokens = q.shape[0]
     if tokens < 2:
         return None
-    if batch == 1 and _fits(q, v) and (q.is_cuda or tokens == history):
+    if batch == 1 and fits(q, v) and (q.is_cuda or tokens == history):
         return CausalMask.CAUSAL
     return masks.of(q, history).unsqueeze(0)
 
@@ -125,19 +125,19 @@ def attend_grouped(
     tokens, group = count // batch, heads // kv_heads
     if tokens == 1:
         stacked = None if bias is None else cast("torch.Tensor", bias).unsqueeze(1).expand(-1, -1, group, -1)
-        return _kernel(q.reshape(batch, kv_heads, group, head_dim), k, v, stacked, scale, with_lse)
+        return attend_rows(q.reshape(batch, kv_heads, group, head_dim), k, v, stacked, scale, with_lse)
     rows = q.reshape(batch, tokens, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
     large = group * tokens * history * q.element_size() > STACKED_MASK_LIMIT
     if batch == 1 and bias is not None and (isinstance(bias, CausalMask) or large):
         # Each query head separately, with keys of stride 0 along the group: one mask applies to all.
         keys, values = (x[0].unsqueeze(1).expand(kv_heads, group, history, -1) for x in (k, v))
-        out, lse = _kernel(rows[0], keys, values, bias, scale, with_lse)
+        out, lse = attend_rows(rows[0], keys, values, bias, scale, with_lse)
         return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1) if with_lse else lse
     rows = rows.reshape(batch, kv_heads, group * tokens, head_dim)
     if isinstance(bias, torch.Tensor):  # a row of the mask for each query head of a group
         shape = bias.shape[0], 1, group, tokens, history
         bias = bias.view(-1, 1, 1, tokens, history).expand(shape).reshape(-1, 1, group * tokens, history)
-    out, lse = _kernel(rows, k, v, bias, scale, with_lse)
+    out, lse = attend_rows(rows, k, v, bias, scale, with_lse)
     out = out.reshape(batch, kv_heads, group, tokens, v_dim).permute(0, 3, 1, 2, 4).flatten(0, 1)
     if with_lse:
         lse = lse.reshape(batch, kv_heads, group, tokens).permute(0, 3, 1, 2).flatten(0, 1)
@@ -150,7 +150,7 @@ def _is_recent(device: torch.device) -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _fits(q: torch.Tensor, v: torch.Tensor) -> bool:
+def fits(q: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether there is a fused kernel for these operands."""
     if q.is_cpu:
         return q.size(-1) == v.size(-1)
@@ -159,13 +159,13 @@ def _fits(q: torch.Tensor, v: torch.Tensor) -> bool:
     return all(x.shape[-1] * x.element_size() % ALIGNED == 0 for x in (q, v))
 
 
-def _kernel(
+def attend_rows(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Bias, scale: float, with_lse: bool
 ) -> Pair:
     """q (batch, heads, rows, D), k and v (batch, heads, history, ...) -> attention, log-sum-exp."""
     if scale <= 0:  # the kernels find the largest score before scaling
         q, scale = q * scale, 1.0
-    if _fits(q, v):
+    if fits(q, v):
         if q.is_cpu:
             return _on_cpu(q, k, v, bias, scale, with_lse)
         return _on_cuda(_dense(q), _dense(k), _dense(v), bias, scale)

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+from torch.nn import functional
 
 from backends.torch.kernels import (
     Bias,
     CausalMasks,
     Pair,
     attend_grouped,
+    attend_rows,
     beside,
     causal_bias,
+    fits,
     home,
     natives,
     with_sinks,
 )
+from backends.torch.store import alias
 from backends.torch.tensor import Placement, TorchTensor
 from ml.base import check_attention
 from ml.base.checks import check_mask
 from ml.capabilities import AttentionCall, CausalMask
 from ml.dtypes import DType
+from ml.strided import Shape
 
 
 def attend_partially(
@@ -79,6 +84,63 @@ def attend_calls(
     return home(ctx, out.reshape(*q.shape[:2], v.shape[2]).to(q.dtype), query.dtype)
 
 
+DecodingStep = Callable[[Placement, TorchTensor, TorchTensor, TorchTensor, float], TorchTensor | None]
+"""``attend_calls`` for certain calls, with query, key, value and scale; None for tensors of other shapes."""
+
+
+def decoding_step(
+    ctx: Placement,
+    query: TorchTensor,
+    key: TorchTensor,
+    value: TorchTensor,
+    levels: Sequence[Sequence[AttentionCall]],
+) -> DecodingStep | None:
+    """One query of each segment over runs of cells, whose views are worked out once for all layers of a pass;
+    None for any other calls.
+    """
+    if ctx.moves or len(levels) != 1 or len(levels[0]) != 1:
+        return None
+    (call,) = levels[0]
+    tokens, heads, head_dim = query.shape
+    if call.mask is not None or call.cells is not None or call.tokens != slice(0, call.batch):
+        return None
+    if tokens != call.batch or not tokens:
+        return None
+    last = (call.batch - 1) * call.step
+    if min(call.start, call.start + last) < 0 or max(0, last) + call.start + call.length > key.shape[0]:
+        return None  # refused by torch: the views below are not checked
+    key_size, value_size = key.native.size(), value.native.size()
+    key_steps, value_steps = key.native.stride(), value.native.stride()
+    keys, values = (_run(x.shape, x.native.stride(), call) for x in (key, value))
+    kv_heads, dtype = key.shape[1], query.dtype
+    group = heads // kv_heads
+    grouped, shape = (tokens, kv_heads, group, head_dim), (tokens, heads, value.shape[2])
+    flash = query.native.is_cpu and fits(query.native, value.native) and (group > 1 or dtype is DType.F32)
+
+    def step(
+        ctx: Placement, query: TorchTensor, key: TorchTensor, value: TorchTensor, scale: float
+    ) -> TorchTensor | None:
+        q, k, v = query.native, key.native, value.native
+        if (
+            query.dtype is not dtype
+            or k.size() != key_size
+            or v.size() != value_size
+            or k.stride() != key_steps
+            or v.stride() != value_steps
+            or q.numel() != tokens * heads * head_dim
+        ):
+            return None
+        q = q.reshape(grouped)
+        k, v = alias(k, *keys), alias(v, *values)
+        if flash and scale > 0:
+            out = functional.scaled_dot_product_attention(q, k, v, scale=scale)
+        else:
+            out, _ = attend_rows(q, k, v, None, scale, with_lse=False)
+        return TorchTensor.own(ctx, out.reshape(shape), dtype)
+
+    return step
+
+
 def _level(
     ctx: Placement,
     masks: CausalMasks,
@@ -117,15 +179,22 @@ def _level(
 
 def _read(ctx: Placement, buffer: torch.Tensor, call: AttentionCall) -> torch.Tensor:
     """The rows of (cells, heads, size) that a call reads, as (batch, heads, length, size)."""
-    _, heads, size = buffer.shape
-    cell, head, element = buffer.stride()
     if call.cells is None:
-        shape, strides = (call.batch, heads, call.length, size), (call.step * cell, head, cell, element)
-        return buffer.as_strided(shape, strides, buffer.storage_offset() + call.start * cell)
+        shape, strides, first = _run(buffer.shape, buffer.stride(), call)
+        return buffer.as_strided(shape, strides, buffer.storage_offset() + first)
+    _, heads, size = buffer.shape
+    cell, head, _ = buffer.stride()
     cells = beside(ctx, cast("Any", call.cells), buffer.device)
     if head > cell:
         return buffer.transpose(0, 1).index_select(1, cells).view(heads, call.batch, -1, size).transpose(0, 1)
     return buffer.index_select(0, cells).view(call.batch, -1, heads, size).transpose(1, 2)
+
+
+def _run(shape: Shape, strides: Shape, call: AttentionCall) -> tuple[Shape, Shape, int]:
+    """Shape (batch, heads, length, size), strides and offset of the runs of a buffer that a call reads."""
+    _, heads, size = shape
+    cell, head, element = strides
+    return (call.batch, heads, call.length, size), (call.step * cell, head, cell, element), call.start * cell
 
 
 def _bias(

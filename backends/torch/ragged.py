@@ -75,16 +75,10 @@ def check_sinks(op: str, sinks: torch.Tensor, heads: int) -> None:
 
 
 def stored_of(parts: Sequence[TorchTensor], kind: str) -> Stored | None:
-    """K or V on the CPU as arguments of its kernels: numbers, or codes and scales; None if unsupported.
-    Cached with the first tensor, since caches pass the same ones in each pass.
-    """
-    first, asked = parts[0], (kind, *parts[1:])
-    known, stored = getattr(first, "on_cpu", ((), None))
-    if known != asked:
-        on_cpu = all(part.native.is_cpu for part in parts)
-        stored = Stored.of([array_of(part.native) for part in parts], kind) if on_cpu else None
-        first.on_cpu = asked, stored
-    return stored
+    """K or V on the CPU as arguments of its kernels: numbers, or codes and scales; None if unsupported."""
+    if not all(part.native.is_cpu for part in parts):
+        return None
+    return cpu_attention.stored_of(parts, kind, array_of)
 
 
 def array_of(native: torch.Tensor) -> Array:

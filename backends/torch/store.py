@@ -28,17 +28,17 @@ def _find_alias() -> Callable[[torch.Tensor, Shape, Shape, int], torch.Tensor]:
     cache's buffers need no gradients.
     """
     try:
-        alias = importlib.import_module("torch._C._dynamo.guards")._reinterpret_tensor
+        found = importlib.import_module("torch._C._dynamo.guards")._reinterpret_tensor
         sample = torch.arange(6)
-        view = alias(sample, (2, 1), (2, 1), 1)
+        view = found(sample, (2, 1), (2, 1), 1)
         if view.tolist() == [[1], [3]] and view.data_ptr() == sample[1:].data_ptr():
-            return cast("Callable[[torch.Tensor, Shape, Shape, int], torch.Tensor]", alias)
+            return cast("Callable[[torch.Tensor, Shape, Shape, int], torch.Tensor]", found)
     except Exception:  # private to torch, and may change: as_strided is equivalent
         pass
     return _strided
 
 
-_alias = _find_alias()
+alias = _find_alias()
 _new = object.__new__
 
 
@@ -114,9 +114,9 @@ class TorchKVStore:
         try:
             if index is None:
                 steps = self._key_strides
-                _alias(self._key_base, key_size, steps, start * steps[0]).copy_(new_key)
+                alias(self._key_base, key_size, steps, start * steps[0]).copy_(new_key)
                 steps = self._value_strides
-                _alias(self._value_base, value_size, steps, start * steps[0]).copy_(new_value)
+                alias(self._value_base, value_size, steps, start * steps[0]).copy_(new_value)
             else:
                 self._key_base.index_copy_(0, index, new_key)
                 self._value_base.index_copy_(0, index, new_value)
@@ -134,14 +134,14 @@ class TorchKVStore:
         key = _new(TorchTensor)
         key.known_shape = size = (count, *self._key_shape)
         steps = self._key_strides
-        key.native = _alias(self._key_base, size, steps, start * steps[0])
+        key.native = alias(self._key_base, size, steps, start * steps[0])
         key.dtype = dtype
         key.storage = self._key
         key.backend = backend
         value = _new(TorchTensor)
         value.known_shape = size = (count, *self._value_shape)
         steps = self._value_strides
-        value.native = _alias(self._value_base, size, steps, start * steps[0])
+        value.native = alias(self._value_base, size, steps, start * steps[0])
         value.dtype = dtype
         value.storage = self._value
         value.backend = backend

@@ -115,7 +115,7 @@ class TorchTensor(BaseTensor):
 
     native: torch.Tensor
     on_cpu: Any
-    """The cached argument of the CPU kernels: see stored_of in ragged.py."""
+    """The cached argument of the CPU kernels: see backends.cpu_attention.stored_of."""
 
     def __init__(self, native: torch.Tensor, dtype: DType, storage: TorchStorage) -> None:
         self.native = native

@@ -29,7 +29,10 @@ from kvcache.attention.batch import SequenceTokens, check_modes, check_query, sp
 from kvcache.attention.fixed_shapes import FixedPass, GraphRows
 from kvcache.attention.forward_pass import ForwardPass, place, put_layer, put_stored_layer
 from kvcache.attention.history import History, LowerBound, kept_entries
+from kvcache.attention.layer_cells import LayerCells
+from kvcache.attention.pass_reads import PassReads
 from kvcache.attention.plan import ReadPlan, Reads, Uploads
+from kvcache.attention.step_reads import StepReads, step_reads
 from kvcache.cache import (
     Batch,
     CacheDType,
@@ -403,7 +406,6 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         check_context("get_extra", ctx, self._bound("get_extra"))
         return forward.read_extra(ctx, self._layer, name)
 
-    @one_call  # otherwise rows would change while they are read
     def attend(
         self,
         ctx: ml.Context,
@@ -423,31 +425,36 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         counts twice. Negative numbers, and rows that the query does not see, are ignored; the output of a
         query with no row left is unspecified.
         """
-        forward = self._pass
-        if forward is None or forward.thread != get_ident():
-            forward = self._started("attend")
-        buffers = self._buffers.get(self._layer)
-        if buffers is None or buffers.stamp < forward.stamp or buffers.absent is not None:
-            buffers = forward.readable("attend", self._layer)
-        plan = forward.reading
-        if plan.bound_to is ctx and select is None and sinks is None and type(scale) is float:
-            result = plan.bound(buffers, query, scale)
-            if result is not None:
-                if buffers.stamp:  # as note_read
-                    buffers.stamp |= 1
-                return result
-        scale = check_query(ctx, self._backend, query, forward.tokens, buffers.shape.key, scale, sinks)
-        if select is not None:
-            check_select(forward.tokens, select)
-        if forward.reserve:
-            key, value = buffers.read(ctx, 0, self._table.cells)
-            return nn.attention(ctx, query, key, value, forward.reserved_mask(ctx), scale, sinks)
-        here = ctx.layer(self._layer)
-        forward.fill(here)
-        result = attend(here, plan, self._kernels, buffers, query, scale, sinks, select)
-        buffers.note_read()
-        # A cast to its own dtype moves a tensor to the device of ``ctx``.
-        return result if here is ctx else result.cast(ctx, result.dtype)
+        if not self._calls.acquire(False):  # rows must not change while they are read
+            raise busy("attend")
+        try:
+            forward = self._pass
+            if forward is None or forward.thread != get_ident():
+                forward = self._started("attend")
+            buffers = self._buffers.get(self._layer)
+            if buffers is None or buffers.stamp < forward.stamp or buffers.absent is not None:
+                buffers = forward.readable("attend", self._layer)
+            plan = forward.reading
+            if plan.bound_to is ctx and select is None and sinks is None and type(scale) is float:
+                result = plan.bound(buffers, query, scale)
+                if result is not None:
+                    if buffers.stamp:  # as note_read
+                        buffers.stamp |= 1
+                    return result
+            scale = check_query(ctx, self._backend, query, forward.tokens, buffers.shape.key, scale, sinks)
+            if select is not None:
+                check_select(forward.tokens, select)
+            if forward.reserve:
+                key, value = buffers.read(ctx, 0, self._table.cells)
+                return nn.attention(ctx, query, key, value, forward.reserved_mask(ctx), scale, sinks)
+            here = ctx.layer(self._layer)
+            forward.fill(here)
+            result = attend(here, plan, self._kernels, buffers, query, scale, sinks, select)
+            buffers.note_read()
+            # A cast to its own dtype moves a tensor to the device of ``ctx``.
+            return result if here is ctx else result.cast(ctx, result.dtype)
+        finally:
+            self._calls.release()
 
     def graph_rows(self, ctx: ml.Context, layer: int) -> GraphRows:
         """The tensors of one layer for a captured or compiled graph of this pass; see ``fixed_shapes``.
@@ -460,6 +467,20 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         outside a pass, or in a read-only pass.
         """
         return self._started("graph_rows").graph_rows(ctx, layer)
+
+    def layer_cells(self, layer: int) -> LayerCells | None:
+        """K and V of a layer at all cells, for a runtime that writes there itself; see ``LayerCells``.
+
+        None before the layer's first ``put``, and unless it stores K and V alone, in plain numbers.
+        """
+        buffers = self.storage.buffers.get(layer)
+        if buffers is None or buffers.is_quantized or buffers.shape.is_latent or buffers.extra:
+            return None
+        return LayerCells(self, layer, buffers)
+
+    def pass_reads(self) -> PassReads:
+        """What the queries of the current pass see. Raises OrderError outside a pass."""
+        return PassReads(self._pass or self._started("pass_reads"))
 
     # Sequences.
 
@@ -655,6 +676,14 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
             return len(row)
         hidden = row.index(int(lower(np.array([row.last + 1]))[0])) - kept_entries(row, lower)
         return len(row) - max(0, hidden)
+
+    def step_reads(self) -> StepReads | None:
+        """What a step that decodes a token of each sequence would read; None while nothing is stored."""
+        table, buffers = self.storage.table, next(iter(self._buffers.values()), None)
+        if buffers is None or not any(table.occupied()):
+            return None
+        worth = max(1, self.config.call_bytes // buffers.bytes_per_cell)
+        return step_reads(table, self.config, self.lower_bound(), worth)
 
     @property
     def storage(self) -> CellStorage:

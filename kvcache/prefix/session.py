@@ -37,7 +37,7 @@ from kvcache.prefix.prefix_tree import Path, PrefixTree
 from kvcache.prefix.radix_tree import Node, common_length
 from kvcache.prefix.retention import Retention
 from kvcache.prefix.tree_entry import TreeEntry, content_of
-from kvcache.snapshots.schedule import REPLACED, spread
+from kvcache.snapshots.schedule import REPLACED
 from kvcache.snapshots.serialize import deserialize
 from kvcache.snapshots.snapshot import Snapshot, SnapshotChain, unwrapped_snapshot
 from kvcache.stores import SerializedSnapshot
@@ -726,10 +726,15 @@ def thinned(pieces: Sequence[Snapshot], inside: int | None) -> list[list[Snapsho
 
     The windows and states of all but the last one have at most ``inside`` bytes then.
     """
-    before = pieces[:-1]
-    whole = [sum(part.nbytes for part in unwrapped_snapshot(one) if not part.divisible) for one in before]
-    limit = sum(piece.nbytes for piece in pieces) - sum(whole) if inside is None else inside
-    stay = [*spread([piece.end for piece in pieces], whole, limit), len(before)]
+    whole = [sum(part.nbytes for part in unwrapped_snapshot(one) if not part.divisible) for one in pieces]
+    limit = sum(piece.nbytes for piece in pieces) - sum(whole[:-1]) if inside is None else inside
+    stay, nbytes = [*range(len(pieces))], sum(whole[:-1])
+    while nbytes > limit:
+
+        def between(place: int, stay: list[int] = stay) -> int:
+            return pieces[stay[place + 1]].end - pieces[stay[place]].begin
+
+        nbytes -= whole[stay.pop(min(range(len(stay) - 1), key=between))]
     starts = [0, *(i + 1 for i in stay[:-1])]
     return [[*pieces[start : i + 1]] for start, i in zip(starts, stay, strict=True)]
 

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 from kvcache.cache import InvalidRangeError, whole_numbers
 from kvcache.snapshots.snapshot import Snapshot
 
-__all__ = ["REPLACED", "SnapshotSchedule", "spread"]
+__all__ = ["REPLACED", "SnapshotSchedule"]
 
 S = TypeVar("S", bound=Snapshot)
 REPLACED = -1
@@ -132,17 +132,3 @@ class SnapshotSchedule(Generic[S]):
     def drop(self, seq: int) -> None:
         for by_sequence in (self._due, self._taken, self._skipped, self._from):
             by_sequence.pop(seq, None)
-
-
-def spread(ends: Sequence[int], sizes: Sequence[int], limit: int) -> list[int]:
-    """Which snapshots inside a sequence stay, by index, if together they may take ``limit`` bytes.
-
-    The i-th of them ends at ``ends[i]`` and has ``sizes[i]`` bytes; ``ends`` also has the end of the
-    sequence. Those with the closest neighbours are left out first.
-    """
-    stay, nbytes = [*range(len(sizes))], sum(sizes)
-    while nbytes > limit:
-        points = [0, *(ends[i] for i in stay), ends[-1]]
-        place = min(range(len(stay)), key=lambda at: points[at + 2] - points[at])
-        nbytes -= sizes[stay.pop(place)]
-    return stay

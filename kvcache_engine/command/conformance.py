@@ -149,7 +149,7 @@ def _run(backend: str, selection: Selection, quiet: bool, debug: bool) -> Run:
     """Run the suites. pytest's output is kept for an error message, and shown with ``debug``."""
     from ml.testing.results import NO_TESTS, CrashedError, load, run_suites
 
-    done = "before the first test"
+    done, began = "before the first test", time.monotonic()
     lines, since = None if quiet or draws(sys.stderr) else _Lines(), _Since()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -185,7 +185,7 @@ def _run(backend: str, selection: Selection, quiet: bool, debug: bool) -> Run:
             if debug:
                 log.seek(0)
                 sys.stderr.write(log.read())
-        run = load(path)
+        run = load(path)._replace(seconds=time.monotonic() - began)
         if code == NO_TESTS and not run.tests:
             what = " and ".join(filter(None, ["--quick" * selection.quick, f"-k {selection.keyword!r}"]))
             raise typer.BadParameter(f"{what} selects no test")
@@ -247,6 +247,7 @@ def record(run: Run, selection: Selection) -> dict[str, Any]:
         "quick": selection.quick,
         **counted(run.results),
         "not_run": run.unfinished,
+        "seconds": round(run.seconds, 1),
         "areas": [{"area": area, **counted(results)} for area, results in _areas(run).items()],
         "failures": [
             {"area": one.area, "test": one.test, "cases": [*one.cases], "reason": one.reason}
@@ -276,6 +277,7 @@ def _show(run: Run, selection: Selection) -> None:
         for name, cells in [("area", HEADS), *rows]:
             typer.echo(f"{name:<{width}}{''.join(f'{cell:>9}' for cell in cells)}")
     failures = [result for result in run.results if result.outcome == "FAIL"]
+    typer.echo(f"It took {run.seconds:.0f} s.")
     if run.unfinished:
         typer.echo(f"Stopped at the first failure: {run.unfinished} of {run.tests} tests were not run.")
     for one in failures[:MOST]:

@@ -61,13 +61,14 @@ class Result(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The results of one backend, without the ``unfinished`` of its ``tests``."""
+    """The results of one backend, without the ``unfinished`` of its ``tests``, and how long they took."""
 
     name: str
     version: str
     results: tuple[Result, ...]
     tests: int = 0
     unfinished: int = 0
+    seconds: float = 0.0
 
     @property
     def title(self) -> str:

@@ -168,7 +168,7 @@ def test_without_the_faster_view_torch_uses_as_strided(monkeypatch: pytest.Monke
     torch = pytest.importorskip("torch")
     from backends.torch import store
 
-    monkeypatch.setattr(store, "_alias", store._strided)
+    monkeypatch.setattr(store, "alias", store._strided)
     with ml.open_backend("torch", device="cpu") as backend, backend.new_context() as ctx:
         key, value = halves(ctx, ORDERS["head major"])
         kept = store_of(backend, key.slice(ctx, 0, 4, ROWS), value.slice(ctx, 0, 4, ROWS))

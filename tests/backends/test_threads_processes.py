@@ -121,13 +121,6 @@ def test_threads_write_their_own_rows_of_one_storage(open_one: Callable[..., Any
     np.testing.assert_array_equal(shared.to_numpy()[:, 3], np.arange(THREADS * ROUNDS))
 
 
-def test_what_one_thread_made_another_reads(open_one: Callable[..., Any]) -> None:
-    backend = open_one()
-    made = in_threads(lambda i: ramp(backend.new_context(), i).scale(backend.new_context(), 2))
-    seen = in_threads(lambda i: made[(i + 1) % THREADS].to_numpy()[0, 0])
-    assert seen == [2 * ((i + 1) % THREADS) for i in range(THREADS)]
-
-
 def test_a_cache_in_every_thread(open_one: Callable[..., Any]) -> None:
     """The unit that runtimes give to a thread: a context and a cache of its own."""
     backend = open_one()

@@ -57,6 +57,7 @@ RUN = Run(
         Result("ml.testing.sums", "test_means", [], "n/a", "no means"),
         Result("ml.testing.casts", "test_casts", ["F32-F16"], "FAIL", "AssertionError: assert 1 == 2"),
     ),
+    seconds=41.2,
 )
 
 
@@ -75,6 +76,7 @@ def test_a_failure_is_named_with_its_reason_and_a_closer_look(ran: None) -> None
         "ml.testing.sums         1        1        1        0",
         "ml.testing.casts        0        0        0        1",
         "abacus 1.0              1        1        1        1",
+        "It took 41 s.",
         "FAILED ml.testing.casts: test_casts[F32-F16]: AssertionError: assert 1 == 2",
         f"To run one again: pytest --pyargs {suites} --ml-backend=abacus -k test_casts",
     ]
@@ -85,7 +87,7 @@ def test_the_same_as_json(ran: None) -> None:
     assert result.exit_code == 1
     found = json.loads(result.stdout)
     assert found == record(RUN, Selection(Suite.KVCACHE.packages, "", {"device": "cpu"}))
-    assert found["options"] == {"device": "cpu"}
+    assert (found["options"], found["seconds"]) == ({"device": "cpu"}, 41.2)
     assert found["failures"] == [
         {"area": "ml.testing.casts", "test": "test_casts", "cases": ["F32-F16"],
          "reason": "AssertionError: assert 1 == 2"}
@@ -216,7 +218,7 @@ def test_the_command_says_what_was_not_run(ran: None) -> None:
 def test_where_no_bar_can_be_drawn_lines_say_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conformance, "EVERY_S", 0.0)
     result = run("--backend", "numpy", "-k", "casts or slice_is_numpys or any_walk", "--suite", "ml")
-    passed, *others = result.stdout.splitlines()[-1].split()[2:]
+    passed, *others = result.stdout.splitlines()[-2].split()[2:]
     assert others == ["0", "0", "0"]
     lines = [*dict.fromkeys(result.stderr.splitlines())]
     assert lines[0] == "collecting the tests"

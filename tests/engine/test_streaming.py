@@ -121,28 +121,6 @@ def test_the_last_item_may_be_the_whole_answer(engine: Engine) -> None:
     assert all(isinstance(token, Token) for token in [*tokens, *asyncio.run(items(False))])
 
 
-def test_what_cannot_be_served_is_refused_when_asked_for(engine: Engine) -> None:
-    """Before the iteration, and with a count of the tokens that everyone may share."""
-    refused: dict[str, tuple[Any, dict[str, Any]]] = {
-        "the prompt is empty": ([], {}),
-        "the prompt has 513 tokens, more than the model's 512 positions": ([5] * 513, {}),
-        "the prompt has token 999999": ([999999], {}),
-        r"pass its \['input_ids'\]": ({"input_ids": [1]}, {}),
-        "settings={'max_new_tokens': 3}; it must be Gen": ([5], {"settings": {"max_new_tokens": 3}}),
-        "draft= needs an engine with SpeculativeOptions": ([5], {"draft": object()}),
-        r"salt='\\ud800': .* must be valid Unicode": ([5], {"salt": "\ud800"}),
-        "shared=3; the prompt has 2 tokens": ([5, 6], {"shared": 3}),
-        "retention=3; it must be a Retention": ([5], {"retention": 3}),
-    }
-    for message, (prompt, options) in refused.items():
-        for call in (engine.stream, engine.submit):
-            with pytest.raises(RequestError, match=f"{call.__name__}: .*{message}"):
-                call(prompt, **options)
-    engine.close()
-    with pytest.raises(ClosedError, match="stream: the engine is closed"):
-        engine.stream([5])
-
-
 def test_errors_reach_who_asked(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a request alone, of a pass, and of an engine that is closed meanwhile."""
 

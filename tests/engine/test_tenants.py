@@ -56,6 +56,16 @@ def test_a_strangers_prompt_costs_what_a_new_one_does(model: Any) -> None:
     assert told["own"][1]["computed_tokens"] < 30
 
 
+def test_what_is_shared_on_purpose_is_reused_by_all(small: Any) -> None:
+    with engine_of(small) as engine:
+        reused = []
+        for salt in ("one", "two", "one"):
+            request = engine.submit(tokens_of(6, 20), GREEDY, salt=salt, shared=5)
+            run(engine)
+            reused.append(request.run.reused)
+    assert reused == [0, 5, 19]
+
+
 def work_of(engine: Engine) -> dict[str, int]:
     """What an engine has counted, but for its times."""
     counted = {**asdict(engine.statistics), **asdict(engine.prefix.stats)}

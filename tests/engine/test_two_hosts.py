@@ -5,21 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import ml
 from kvcache.stores import MemoryStore, open_store
-from kvcache.testing.servers import ValkeyServer
 from kvcache_engine.loading import bundled_model
 from kvcache_engine.tokenizer import Tokenizer
+
+from ..rigs.servers import ValkeyServer
 
 pytest.importorskip("valkey")
 pytest.importorskip("xxhash")
@@ -179,46 +178,6 @@ def test_a_host_forgets_goes_alone_and_leaves_nothing_behind_when_told() -> None
         counts = [(answer["computed"], answer["restored"]) for answer in found]
         assert counts == [(1, len(tokens) + 1), (len(tokens) + 2, 0)]
         assert found[0]["tokens"] == found[1]["tokens"]
-
-
-def test_a_host_with_other_weights_finds_nothing(tmp_path: Path) -> None:
-    from safetensors.numpy import load_file, save_file
-
-    changed = tmp_path / "changed"
-    shutil.copytree(bundled_model(), changed)
-    weights = load_file(changed / "model.safetensors")
-    weights["model.norm.weight"] = (weights["model.norm.weight"] * np.float32(1.01)).astype(
-        weights["model.norm.weight"].dtype
-    )
-    save_file(weights, changed / "model.safetensors")
-    store = MemoryStore()
-    with ml.open_backend("numpy") as backend:
-        with contextlib.closing(host(backend, store)) as one:
-            begun = one.ask({"text": TURNS[0], "max_tokens": 4})
-        for path, restored in ((changed, 0), (bundled_model(), len(begun["tokens"]) - 1)):
-            with contextlib.closing(host(backend, store, path)) as other:
-                answer = other.ask({"tokens": begun["tokens"], "max_tokens": 1, "keep": False})
-                assert answer["restored"] == restored
-                assert answer["computed"] == len(begun["tokens"]) - restored
-
-
-def test_a_question_that_fails_is_answered_and_the_host_goes_on(there: list[str]) -> None:
-    with Process("--backend", there[0], "--capacity", "16") as one:
-        one.ready()
-        with pytest.raises(RuntimeError, match=r"RequestError: .* more than"):
-            one.ask(tokens=[5] * 17)
-        assert len(one.ask(tokens=[5] * 4, max_tokens=2)["tokens"]) == 6
-        assert one.close() == 0
-    with Process("--model", "/nowhere") as one, pytest.raises(RuntimeError, match="the host ended with 1"):
-        one.ready()
-
-
-def test_a_host_that_cannot_start_says_why_in_one_line() -> None:
-    with (
-        Process("--backend", "nonsense") as one,
-        pytest.raises(RuntimeError, match=r"^the host ended with 1: open_backend: no backend 'nonsense'"),
-    ):
-        one.ready()
 
 
 # The network.

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,10 @@ import numpy as np
 
 import ml
 from kvcache import Batch, CausalCache, HostTier, PrefixCache
-from kvcache.integrations.lmcache.chunks import chunk_key, identity_of_model
+from kvcache.integrations.lmcache.chunks import chunk_key, identity_of_model, object_key
 from kvcache.integrations.sglang.identity import identity_of_server, share_of
 from kvcache.integrations.sglang.page_store import PageKind, PageStore
+from kvcache.integrations.vllm.chunks import TokenNames
 from kvcache.integrations.vllm.identity import identity_of_config, settings_of
 from kvcache.integrations.vllm.naming import Pages
 from kvcache.integrations.vllm.options import ConnectorOptions
@@ -182,7 +184,7 @@ class OfEngine(Asked):
                 ["adapter", "version", "scale"],
                 "a request can name none; those that a model of transformers or mlx-lm has are watched",
             ),
-            **dict.fromkeys(["image", "place", "embeddings"], "a prompt is token ids"),
+            **dict.fromkeys(["image", "place", "embeddings"], "what is given beside token ids is refused"),
         },
     )
 
@@ -257,11 +259,16 @@ class OfVLLM(ByName):
     )
 
     def names(self, context: Context) -> list[str]:
+        ranks = 1 + ("rank" in context)
+        return Pages(*self.model(context), BLOCK, ranks).keys(self.request(context), WHOLE)[0]
+
+    def request(self, context: Context) -> Any:
+        """What is read of vLLM's ``Request``."""
         prompt = prompt_of(context)
         lora = SimpleNamespace(
             lora_path=str(self.adapter(context)), lora_name="any", lora_int_id=1, load_inplace=True
         )
-        request: Any = SimpleNamespace(
+        return SimpleNamespace(
             request_id="r", cache_salt="tenant" if "salt" in context else None, lora_request=lora,
             all_token_ids=[item if isinstance(item, int) else 0 for item in prompt], prompt_embeds=None,
             mm_features=[
@@ -270,13 +277,38 @@ class OfVLLM(ByName):
                 if isinstance(item, str)
             ],
         )  # fmt: skip
+
+    def model(self, context: Context) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The identity of the model, and the settings of its pages."""
         config = vllm_config(
             written(self.folder, context), dtype="torch.bfloat16" if "dtype" in context else "torch.float32"
         )
         stored = "Q8_0" if "format" in context else "F32"
         settings = settings_of(config, {"kind": "CausalCache", "dtype": stored}, [])
-        identity = identity_of_config(config, ConnectorOptions.parse({"store": "memory:"}))
-        return Pages(identity, settings, BLOCK, 1 + ("rank" in context)).keys(request, WHOLE)[0]
+        return identity_of_config(config, ConnectorOptions.parse({"store": "memory:"})), settings
+
+
+class OfVLLMTier(OfVLLM):
+    """The tier's names of chunks; those that vLLM's manager of tiers stores are walked where vLLM is:
+    ``make test-vllm``.
+    """
+
+    face = Face(
+        "vLLM's tiers",
+        {name: NAMES for name in DIMENSIONS if name not in ("embeddings", "rank")},
+        OfVLLM.face.refused,
+        dict.fromkeys(
+            ["version", "scale"],
+            "under `KVCacheOffloadingConnector`: vLLM's own hashes have only an adapter's name",
+        ),
+    )
+
+    def names(self, context: Context) -> list[str]:
+        identity, settings = self.model(context)
+        names = TokenNames({0: Pages(identity, settings, BLOCK)})
+        names.begin(self.request(context))
+        found = [names.of(bytes(4), "r", end) for end in range(BLOCK, WHOLE + 1, BLOCK)]
+        return [name for name in found if name is not None]
 
 
 class OfSGLang(ByName):
@@ -334,10 +366,8 @@ class OfLMCache(ByName):
             '`"kv_transfer_params": {"lmcache.tag.NAME": "VALUE"}`',
         ),
         open={
-            **dict.fromkeys(["image", "place"], "it names images itself, before we are asked: not run"),
-            "embeddings": "not run",
-            "format": "its names have neither the kind of FP8 that K and V are stored in nor what they were "
-            "computed in: with FP8, set `kvcache.identity`",
+            **dict.fromkeys(["image", "place", "embeddings"], "LMCache names these itself: not run"),
+            "format": "its names do not tell kinds of FP8 apart: with FP8, set `kvcache.identity`",
         },
     )
 
@@ -352,3 +382,49 @@ class OfLMCache(ByName):
         size = 1 + ("rank" in context)
         chunks = range(WHOLE // BLOCK)
         return [ChunkKey(chunk, world_size=size, dtype=dtype, request_configs=tags) for chunk in chunks]
+
+
+@dataclass
+class ObjectKey:
+    """The fields of LMCache's ``ObjectKey``, as of 0.5.6."""
+
+    chunk_hash: bytes
+    model_name: str
+    kv_rank: int
+    object_group_id: int = 0
+    cache_salt: str = ""
+
+
+class OfLMCacheServer(ByName):
+    """What our side makes of the keys of objects; those that its server stores are walked where it is:
+    ``make test-lmcache``.
+    """
+
+    face = Face(
+        "LMCache's server",
+        dict.fromkeys(["salt", "adapter", "version", "scale", "model", "weights", "rope", "rank"], NAMES),
+        told=dict.fromkeys(
+            ["adapter", "version", "scale"],
+            "its names have no adapter: put it into each request's `cache_salt`",
+        ),
+        open={
+            **dict.fromkeys(["image", "place", "embeddings"], OfLMCache.face.open["image"]),
+            **dict.fromkeys(
+                ["dtype", "format"],
+                "its names have no dtype: objects of another are misses; with FP8, set `identity`",
+            ),
+        },
+    )
+
+    def names(self, context: Context) -> list[str]:
+        identity = identity_of_model(str(written(self.folder, context)))
+        return [object_key(identity, key) for key in self.keys(context, self.salt(context))]
+
+    def salt(self, context: Context) -> str:
+        """A request's ``cache_salt``, with its adapter."""
+        return "-".join(sorted(context & {"salt", "adapter", "version", "scale"}))
+
+    def keys(self, context: Context, salt: str) -> list[Any]:
+        """Those of LMCache."""
+        chunks = range(WHOLE // BLOCK)
+        return [ObjectKey(bytes([i]), "m", 1 + ("rank" in context), cache_salt=salt) for i in chunks]

@@ -32,8 +32,8 @@ from .cells import cells, check_cell, walks
 from .contexts import DIMENSIONS, IDS, Context, walk
 
 FACES = [
-    faces.OfPrefixCache, faces.OfEngine, runtimes.OfHF, runtimes.OfMLX, faces.OfVLLM, faces.OfSGLang,
-    faces.OfLMCache,
+    faces.OfPrefixCache, faces.OfEngine, runtimes.OfHF, runtimes.OfMLX, faces.OfVLLM, faces.OfVLLMTier,
+    faces.OfSGLang, faces.OfLMCache, faces.OfLMCacheServer,
 ]  # fmt: skip
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of what PEFT asks
 walked = walks()
@@ -125,6 +125,7 @@ REFUSALS: dict[tuple[str, str], tuple[Callable[[Path], None], type[Exception], s
     ),
     ("MLXPrefixCache", "rank"): (split_mlx, NotSupportedError, "tiers= of a model split over 2 ranks"),
     ("vLLM", "embeddings"): (lambda _: embedded(), NotSupportedError, "embeddings"),
+    ("vLLM's tiers", "embeddings"): (lambda _: embedded(), NotSupportedError, "embeddings"),
 }  # fmt: skip
 
 
@@ -140,6 +141,7 @@ def test_what_cannot_occur_is_refused(
 
 def test_every_cell_is_kept_apart_or_refused_or_says_why_it_is_open() -> None:
     theirs = {("SGLang", name) for name in ("salt", "adapter", "image", "place", "embeddings")}
+    theirs.add(("vLLM's tiers", "rank"))
     for made in FACES:
         face = made.face
         for dimension in DIMENSIONS:

@@ -58,22 +58,11 @@ def after(change: Callable[[Any], None]) -> Plant:
     return call
 
 
-def without(owner: str, name: str) -> Plant:
-    """The call, during which one step of it does nothing."""
-
-    def call(f: Any, *args: Any) -> Any:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(named(owner), name, lambda *args: None)
-            return f(*args)
-
-    return call
-
-
 SLIPS = (AttributeError, TypeError, NameError)
 """What a bug raises that does not fit the code; it is not noticed then."""
 UNUSED = [f"-pno:{name}" for name in (
     "cacheprovider", "unraisableexception", "threadexception", "doctest", "junitxml", "pastebin", "stepwise",
-    "setuponly", "setupplan", "legacypath", "faulthandler", "logging", "debugging",
+    "setuponly", "setupplan", "legacypath", "faulthandler", "logging", "debugging", "ml-crashes",
 )]  # fmt: skip
 """Plugins of pytest; two collect all garbage for warnings when a session ends."""
 RANDOM = 10

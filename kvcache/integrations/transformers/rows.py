@@ -21,23 +21,25 @@ from kvcache import (
     Batch,
     CacheFullError,
     CausalCache,
+    DenseBatch,
     EncoderCache,
     InvalidRangeError,
     KVCacheError,
     NotSupportedError,
     OrderError,
+    Snapshot,
+    WrapperSnapshot,
 )
 from kvcache.integrations.conversations import check_missing
 from kvcache.integrations.rows.caches import CHUNKED, FULL, SLIDING, Kind, batch_of_rows
-from kvcache.integrations.rows.dense_batch import DenseBatch, read_encoded
 from kvcache.integrations.rows.sequences import ClaimedRows, SharedSequence
+from kvcache.integrations.transformers.encoded import read_encoded
 from kvcache.integrations.transformers.kinds import Trait, grows
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.pool import CachePool
 from kvcache.integrations.transformers.rope import check_rotation
 from kvcache.integrations.transformers.saving import HFSnapshot, Interior
 from kvcache.integrations.transformers.stored import Stored, is_recorded, tokens_of, without_gradients
-from kvcache.snapshots.snapshot import Snapshot, unwrapped_snapshot
 
 __all__ = ["BatchRows", "cannot_crop", "untraced"]
 
@@ -330,7 +332,7 @@ class BatchRows(ClaimedRows):
         if reading is None:
             reading = current.readings[kind] = self.reading(kind, current.begin)
         recorded = torch.is_grad_enabled() and is_recorded(key, value)
-        pair = None if recorded else pool.step(kind, reading, layer, key, value)
+        pair = None if recorded else pool.step(reading, layer, key, value)
         if pair is None:
             self._put(pool.family.caches[kind], layer, key, value)
             pool.learn_views(kind, layer, key)
@@ -508,10 +510,10 @@ class BatchRows(ClaimedRows):
         """``snapshot`` with at most ``inside`` bytes of ``interior``, which has those of a session, too."""
         snapshot = self.snapshot()
         if self.session_snapshots is not None:
-            numbers = self.pool.family.indivisible
-            *before, _ = self.session_snapshots(inside)
-            parts = [(one.end, unwrapped_snapshot(one)) for one in before]
-            interior = (Interior(end, ({n: each[n] for n in numbers},)) for end, each in parts)
+            numbers, interior = self.pool.family.indivisible, []
+            for one in self.session_snapshots(inside)[:-1]:
+                parts = one.parts if isinstance(one, WrapperSnapshot) else (one,)
+                interior.append(Interior(one.end, ({n: parts[n] for n in numbers},)))
             snapshot = replace(snapshot, interior=tuple(interior))
         return snapshot.thinned(inside)
 

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 
 import ml
+from kvcache import Snapshot, deserialize, serialize
 from kvcache.integrations.transformers.bridge import dtype_of, torch_dtype
-from kvcache.snapshots.schedule import spread
-from kvcache.snapshots.serialize import deserialize, serialize
-from kvcache.snapshots.snapshot import Snapshot
 from kvcache.stores import SerializedSnapshot, SnapshotCorruptError, SnapshotStore, put_snapshot
 
 __all__ = ["HFSnapshot", "Interior", "like_of", "load", "save"]
@@ -61,11 +59,13 @@ class HFSnapshot:
 
     def thinned(self, inside: int | None) -> HFSnapshot:
         """With at most ``inside`` bytes of ``interior`` (None: as many as everything else has)."""
-        ends = [*(one.length for one in self.interior), self.length]
-        sizes = [one.nbytes for one in self.interior]
-        limit = self.nbytes - sum(sizes) if inside is None else inside
-        stay = spread(ends, sizes, limit)
-        return replace(self, interior=tuple(self.interior[i] for i in stay))
+        stay, nbytes = [*self.interior], sum(one.nbytes for one in self.interior)
+        limit = self.nbytes - nbytes if inside is None else inside
+        while nbytes > limit:  # those with the closest neighbours are left out first
+            points = [0, *(one.length for one in stay), self.length]
+            closest = min(range(len(stay)), key=lambda i: points[i + 2] - points[i])  # noqa: B023
+            nbytes -= stay.pop(closest).nbytes
+        return replace(self, interior=tuple(stay))
 
 
 def save(store: SnapshotStore, key: str, backend: ml.Backend, snapshot: HFSnapshot) -> bool:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 import ml
-from kvcache import NotSupportedError, OrderError, StateCache, StateSnapshot, StateSpec
+from kvcache import NotSupportedError, OrderError, Snapshot, StateCache, StateSnapshot, StateSpec
 from kvcache.integrations.transformers.bridge import dtype_of
 from kvcache.integrations.transformers.passes import ForwardPass
 from kvcache.integrations.transformers.rows import BatchRows, untraced
-from kvcache.snapshots.snapshot import Snapshot
 
 __all__ = ["States", "state_name"]
 

@@ -23,7 +23,6 @@ from kvcache.cache import InvalidRangeError, NotSupportedError
 from kvcache.integrations.vllm.chunks import BlockLayer, TokenNames, token_rows
 from kvcache.integrations.vllm.identity import check_config, check_values, identity_of_config, settings_of
 from kvcache.integrations.vllm.layers import cache_layers, spec_of
-from kvcache.integrations.vllm.naming import Pages
 from kvcache.integrations.vllm.options import TIERS, ConnectorOptions
 from kvcache.integrations.vllm.packing import Strides
 from kvcache.integrations.vllm.paged_cache import block_layers
@@ -72,19 +71,7 @@ class KVCacheOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
             self._name({})
 
     def _name(self, settings: Mapping[str, Any]) -> None:
-        """Name chunks by tokens: as pages of a cache with ``settings``, or as vLLM's own without any."""
-        self._names = []
-        for tier in self._tiers:
-            pages = {
-                group: Pages(
-                    tier.identity,
-                    settings or {"kind": "vLLM chunks", "layout": tier.layout, "group": group},
-                    tokens,
-                )
-                for group, tokens in tier.tokens.items()
-            }
-            tier.names = TokenNames(pages)
-            self._names.append(tier.names)
+        self._names = [tier.name_by_tokens(settings) for tier in self._tiers]
 
     def on_new_request(self, request: Any) -> None:
         for names in self._names:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -30,12 +30,13 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from kvcache import StoreTier
 from kvcache.integrations.open_stores import StoresInUse, use_entry
-from kvcache.integrations.vllm.chunks import ChunkRows, HashNames, layout_of, raw_rows
+from kvcache.integrations.vllm.chunks import ChunkRows, HashNames, TokenNames, layout_of, raw_rows
+from kvcache.integrations.vllm.naming import Pages
 from kvcache.integrations.vllm.options import TierOptions
 from kvcache.integrations.vllm.transfers import PATIENCE
 from kvcache.integrations.vllm.work import Workers
-from kvcache.prefix.tiers import StoreTier
 from kvcache.stores import SerializedSnapshot, StoreUnavailableError
 
 __all__ = ["KVCacheTier", "Names"]
@@ -102,6 +103,21 @@ class KVCacheTier(SecondaryTierManager):  # type: ignore[misc]
         self._cancelled = False
         self._changed = threading.Condition()
         log.info("KVCacheTier: chunks go to %s", ", ".join(chosen.store))
+
+    def name_by_tokens(self, settings: Mapping[str, Any]) -> TokenNames:
+        """From now on, name chunks by requests' tokens: as pages of a cache with ``settings``, or, without
+        any, as vLLM's own.
+        """
+        pages = {
+            group: Pages(
+                self.identity,
+                settings or {"kind": "vLLM chunks", "layout": self.layout, "group": group},
+                tokens,
+            )
+            for group, tokens in self.tokens.items()
+        }
+        self.names = names = TokenNames(pages)
+        return names
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         return RequestOffloadingContext()

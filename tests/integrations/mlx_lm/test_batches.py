@@ -389,12 +389,6 @@ def test_a_trim_that_lacks_a_sequence_takes_nothing_from_any_row(model: Any) -> 
         assert mx.allclose(found[row], model(mx.array([tokens]))[0, -1], atol=1e-4).item()
 
 
-def test_prompt_caches_of_different_pools_do_not_meet(model: Any) -> None:
-    one, two = make_prompt_cache(model, capacity=16), make_prompt_cache(model, capacity=16)
-    with pytest.raises(kvcache.NotSupportedError, match="one CachePool"):
-        one[0].merge([one[0], two[0]])
-
-
 def test_what_is_done_to_some_entries_only_is_noticed() -> None:
     entries = CachePool([Attention()] * 2, capacity=16, max_sequences=2).make_prompt_cache()
     x = mx.zeros((2, 1, 3, 4))

@@ -236,13 +236,3 @@ def test_models_with_one_length_for_all_rows_are_served_too() -> None:
     theirs = models.steps(model, prompt, 12, own_prompt_cache(model, SIZE))
     ours = models.steps(model, prompt, 12, make_prompt_cache(model, max_kv_size=SIZE))
     models.say_the_same(ours, theirs, TOLERANCE)
-
-
-def test_what_cannot_be_served_is_refused(model: Any) -> None:
-    with pytest.raises(kvcache.NotSupportedError, match=r"max_kv_size=32; this model's .* with capacity="):
-        make_prompt_cache(models.make_llama(), max_kv_size=32)
-    for size in (4, 0, 7.5):
-        with pytest.raises(ValueError, match=rf"max_kv_size={size}"):
-            make_prompt_cache(model, max_kv_size=size)
-    with pytest.raises(kvcache.InvalidRangeError, match=r"max_kv_size=8 with a list of layers"):
-        CachePool([Attention()], max_kv_size=8)

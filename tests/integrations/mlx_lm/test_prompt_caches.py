@@ -136,8 +136,6 @@ def test_rewind_goes_as_far_back_as_states_were_kept(model: Any) -> None:
     assert models.greedy(model, prompt[at:], 6, prompt_cache) == expected
     assert rewind(prompt_cache, 0) == 0
     assert models.greedy(model, prompt, 6, prompt_cache) == expected
-    with pytest.raises(kvcache.InvalidRangeError, match="rewind: position 1000"):
-        rewind(prompt_cache, 1000)
 
 
 # Copies and mlx-lm's LRU.
@@ -467,8 +465,6 @@ def test_quantized_entries_are_read_where_the_pool_stores_something_else() -> No
     narrow = models.make_llama(head_dim=32)
     with pytest.raises(kvcache.InvalidRangeError):
         adopt(theirs, CachePool(narrow, capacity=64, dtype="AFFINE8_32"))
-    with pytest.raises(kvcache.InvalidRangeError, match=r"head_dim 32 .* are 64 .* with blocks of 32 \("):
-        CachePool(narrow, capacity=64, dtype="AFFINE8_64")
 
 
 def test_a_batch_is_not_saved_as_if_it_were_one_prompt_cache(gemma: Any, tmp_path: Path) -> None:
@@ -600,15 +596,10 @@ def test_a_copy_of_a_prompt_cache_whose_pass_failed_before_all_layers_goes_on(na
         assert models.greedy(model, [8], 4, one) == expected
 
 
-def test_dtypes_of_mlx_and_unknown_options_are_understood() -> None:
+def test_dtypes_of_mlx_are_understood() -> None:
     model = models.make_llama()
     pool = CachePool(model, capacity=16, dtype=(mx.float16, mx.bfloat16))
     assert "F16/BF16" in repr(pool)
-    with pytest.raises(kvcache.InvalidRangeError, match=r"make_prompt_cache: no option 'max_size'; known"):
-        make_prompt_cache(model, max_size=16)
-    other = CachePool(model, capacity=16)
-    with pytest.raises(kvcache.NotSupportedError, match=r"of a CachePool already; copy\.deepcopy"):
-        adopt(pool.make_prompt_cache(), other)
 
 
 class FailsAt:

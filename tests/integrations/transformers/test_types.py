@@ -635,5 +635,3 @@ def test_minimax_is_served_by_a_subclass_of_its_own_class() -> None:
     assert isinstance(cache, MiniMaxCache)
     assert isinstance(cache.fork(), MiniMaxCache)
     assert not isinstance(HFCache(transformers.LlamaConfig()), MiniMaxCache)
-    with pytest.raises(NotSupportedError, match="class of its own only; use HFCache"):
-        HFStaticCache(config, capacity=8)

@@ -15,8 +15,8 @@ from kvcache import Batch, CausalCache, SlidingWindowCache
 from kvcache.attention.calls import Call, plan_calls
 from kvcache.attention.forward_pass import ForwardPass
 from kvcache.attention.segments import Segment, find_segments, ragged_plan
+from kvcache.attention.step_reads import step_reads
 from kvcache.testing.traces import run_traces
-from kvcache.views.step_reads import step_reads
 from ml.ragged import RaggedPlan
 from ml.testing.ragged import ragged_reference
 
@@ -79,59 +79,75 @@ def read_by(plan: ml.RaggedPlan) -> dict[int, list[int]]:
     return {query: sorted(cells) for query, cells in found.items()}
 
 
-# Segments.
+# What a pass costs: its segments, with who reads each, and its calls of attention, level by level.
+
+Steps = list[dict[int, int] | tuple[int, int, int]]
+"""Further tokens of each sequence in one batch, or the arguments of copy_prefix."""
+SEGMENTS: dict[str, tuple[Steps, int, list[tuple[int, list[int]]]]] = {
+    "a shared prefix is one, with all its readers": (
+        [{0: 10}, (0, 1, 10), (0, 2, 10), {0: 1, 1: 1, 2: 1}],
+        *(WORTH, [(1, [0]), (1, [1]), (1, [2]), (10, [0, 1, 2])]),
+    ),
+    "prefixes of several levels stand once each": (
+        [{0: 6}, (0, 1, 6), {0: 5, 1: 4}, (0, 2, 11), (1, 3, 10), {0: 1, 1: 1, 2: 1, 3: 1}],
+        *(WORTH, [*((1, [i]) for i in range(4)), (4, [1, 3]), (5, [0, 2]), (6, [0, 1, 2, 3])]),
+    ),
+    "a short share is read with what is a sequence's own": (
+        [{0: 3}, (0, 1, 3), {0: 2, 1: 2}], 8, [(5, [0, 1]), (5, [2, 3])],
+    ),
+    "a share that is worth a call is read apart": (
+        [{0: 3}, (0, 1, 3), {0: 2, 1: 2}], 7, [(2, [0, 1]), (2, [2, 3]), (3, [0, 1, 2, 3])],
+    ),
+    "windows that lost different heads share what both still see": (
+        [{0: 8}, (0, 1, 8), {1: 2}, {0: 1, 1: 1}], WORTH, [(2, [0]), (3, [1]), (6, [0, 1])],
+    ),
+}  # fmt: skip
+CALLS: dict[str, tuple[Steps, int, list[list[tuple[int, int, int, int]]]]] = {
+    "sequences that grow from their homes are one": (
+        [{0: 5, 1: 3, 2: 6, 3: 4}, {0: 1, 1: 1, 2: 1, 3: 1}], WORTH, [[(4, 7, 0, 16)]],
+    ),
+    "a long one beside short ones is cut to their length": (
+        [{0: 2, 1: 2, 2: 15, 3: 2}, {0: 1, 1: 1, 2: 1, 3: 1}], WORTH, [[(4, 3, 0, 16)], [(1, 13, 35, 13)]],
+    ),
+    "runs that lie two by two are two": (
+        [dict.fromkeys((0, 1, 3, 7), 1)] * 2, 100, [[(2, 2, 0, 16), (2, 2, 48, 64)]],
+    ),
+}  # fmt: skip
 
 
-def test_a_shared_prefix_is_one_segment_with_all_its_readers(backend: ml.Backend) -> None:
-    driven = Driven(backend)
-    driven.extend({0: 10})
-    for seq in (1, 2):
-        driven.cache.copy_prefix(0, seq, 10)
-    driven.extend({0: 1, 1: 1, 2: 1})
-    assert shown(driven.segments()) == [(1, [0]), (1, [1]), (1, [2]), (10, [0, 1, 2])]
+def driven_by(backend: ml.Backend, steps: Steps, name: str, sequences: int = 4) -> Driven:
+    driven = Driven(backend, SlidingWindowCache(7) if "window" in name else None, sequences)
+    for step in steps:
+        driven.extend(step) if isinstance(step, dict) else driven.cache.copy_prefix(*step)
+    return driven
 
 
-def test_prefixes_of_several_levels_stand_once_each(backend: ml.Backend) -> None:
-    driven = Driven(backend)
-    driven.extend({0: 6})
-    driven.cache.copy_prefix(0, 1, 6)
-    driven.extend({0: 5, 1: 4})
-    driven.cache.copy_prefix(0, 2, 11)
-    driven.cache.copy_prefix(1, 3, 10)
-    driven.extend({0: 1, 1: 1, 2: 1, 3: 1})
-    own = [(1, [0]), (1, [1]), (1, [2]), (1, [3])]
-    assert shown(driven.segments()) == [*own, (4, [1, 3]), (5, [0, 2]), (6, [0, 1, 2, 3])]
-    for level in driven.levels():
-        assert sorted(np.concatenate([np.arange(4)[call.tokens] for call in level])) == [0, 1, 2, 3]
-
-
-def test_a_short_share_is_read_with_what_is_a_sequences_own(backend: ml.Backend) -> None:
-    driven = Driven(backend)
-    driven.extend({0: 3})
-    driven.cache.copy_prefix(0, 1, 3)
-    driven.extend({0: 2, 1: 2})
-    assert shown(driven.segments(worth=8)) == [(5, [0, 1]), (5, [2, 3])]
-    assert shown(driven.segments(worth=7)) == [(2, [0, 1]), (2, [2, 3]), (3, [0, 1, 2, 3])]
-
-
-def test_windows_that_lost_different_heads_share_what_both_still_see(backend: ml.Backend) -> None:
-    driven = Driven(backend, SlidingWindowCache(7))
-    driven.extend({0: 8})
-    driven.cache.copy_prefix(0, 1, 8)
-    driven.extend({1: 2})
-    driven.extend({0: 1, 1: 1})
-    shared = [segment for segment in driven.segments() if segment.queries.size == 2]
-    assert [segment.length for segment in shared] == [6]
-    assert np.isfinite(driven.attend()).all()
-
-
-def test_a_snapshot_that_lies_in_the_cache_reads_nothing(backend: ml.Backend) -> None:
-    driven = Driven(backend)
-    driven.extend({0: 8, 1: 8})
-    kept = driven.cache.snapshot(0)
-    driven.extend({0: 1, 1: 1})
-    assert shown(driven.segments()) == [(9, [0]), (9, [1])]
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_segments_of_a_pass(backend: ml.Backend, name: str, pinned: bool) -> None:
+    """With or without a snapshot in the cache, which reads nothing."""
+    steps, worth, expected = SEGMENTS[name]
+    driven = driven_by(backend, steps[:-1], name)
+    kept = driven.cache.snapshot(0) if pinned else None
+    driven.extend(steps[-1])
+    assert shown(driven.segments(worth)) == expected
+    for level in driven.levels(worth):
+        queries = np.arange(driven.forward.tokens)
+        assert sorted(np.concatenate([queries[call.tokens] for call in level])) == [*queries]
+    np.testing.assert_allclose(driven.attend(), 1)
     del kept
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_of_a_pass(backend: ml.Backend, name: str) -> None:
+    steps, worth, expected = CALLS[name]
+    driven = driven_by(backend, steps, name, sequences=8 if worth == 100 else 4)
+    levels = driven.levels(worth)
+    assert [
+        [(call.batch, call.length, call.start, call.step) for call in level] for level in levels
+    ] == expected
+    assert all(call.cells is None for level in levels for call in level)
+    np.testing.assert_allclose(driven.attend(), 1)
 
 
 def test_a_step_that_only_adds_a_token_each_goes_on_with_the_segments_of_the_step_before(
@@ -205,35 +221,6 @@ def test_after_a_pass_of_several_tokens_of_a_sequence_segments_are_found_anew(ba
         driven.start(positions, [0] * len(positions))
         driven.cache.put(driven.ctx, *[driven.ctx.full((len(positions), 1, 4), 1.0, ml.DType.F32)] * 2)
         np.testing.assert_allclose(driven.attend(), 1)
-
-
-# Calls.
-
-
-def test_sequences_that_grow_from_their_homes_are_one_call(backend: ml.Backend) -> None:
-    driven = Driven(backend)
-    driven.extend({0: 5, 1: 3, 2: 6, 3: 4})
-    driven.extend({0: 1, 1: 1, 2: 1, 3: 1})
-    ((call,),) = driven.levels()
-    assert (call.batch, call.length, call.start, call.step, call.cells) == (4, 7, 0, 16, None)
-
-
-def test_a_long_sequence_beside_short_ones_is_cut_to_their_length(backend: ml.Backend) -> None:
-    driven = Driven(backend)
-    driven.extend({0: 2, 1: 2, 2: 15, 3: 2})
-    driven.extend({0: 1, 1: 1, 2: 1, 3: 1})
-    first, second = driven.levels()
-    assert [(call.batch, call.length) for call in first] == [(4, 3)]
-    assert [(call.batch, call.length, call.start) for call in second] == [(1, 13, 35)]
-
-
-def test_short_runs_that_lie_anywhere_are_gathered_for_one_call(backend: ml.Backend) -> None:
-    driven = Driven(backend, sequences=8)
-    driven.extend(dict.fromkeys((0, 1, 3, 7), 1))
-    driven.extend(dict.fromkeys((0, 1, 3, 7), 1))
-    (level,) = driven.levels(worth=100)
-    calls = [(call.batch, call.length, call.cells is None) for call in level]
-    assert calls == [(2, 2, True), (2, 2, True)]
 
 
 def test_the_report_says_what_is_read_once_for_several(backend: ml.Backend) -> None:

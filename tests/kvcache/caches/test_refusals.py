@@ -6,7 +6,6 @@ the files of its subject.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +25,9 @@ from kvcache.testing.rigs.states import StateRig
 from kvcache.testing.rigs.wrapper import WrapperRig
 from ml import DType
 
+from ...rigs.refusals import Table, check_refused, refuses
+
 MakeRig = Callable[..., CopyRig]
-Table = list[tuple[type[Exception], str, Callable[[Any, ml.Context], object]]]
 
 
 def zeros(ctx: ml.Context, *shape: int, dtype: DType = DType.F32) -> ml.Tensor:
@@ -52,286 +52,173 @@ def deliver(
     cache.deliver_states(ctx, "conv", ctx.zeros(shape, DType.F32), at, layer)
 
 
-def refuses(table: Table) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(("error", "says", "call"), table, ids=[says for _, says, _ in table])
-
-
-def check_refused(
-    cache: Any, ctx: ml.Context, error: type[Exception], says: str, call: Callable[[Any, ml.Context], object]
-) -> None:
-    with pytest.raises(error, match=f"^{re.escape(says)}"):
-        call(cache, ctx)
-
-
-ATTENTION: Table = [
-    (
-        ml.DTypeError,
-        "attend: query in I32",
-        lambda c, x: c.attend(x, zeros(x, 5, 2, 8, dtype=DType.I32), 1.0),
-    ),
-    (
-        ml.DTypeError,
-        "attend: query in BOOL",
-        lambda c, x: c.attend(x, zeros(x, 5, 2, 8, dtype=DType.BOOL), 1.0),
-    ),
-    (
-        InvalidRangeError,
-        "attend: scale='x'; it must be a number",
-        lambda c, x: c.attend(x, zeros(x, 5, 2, 8), "x"),
-    ),
-    (InvalidRangeError, "attend: scale=<", lambda c, x: c.attend(x, zeros(x, 5, 2, 8), zeros(x, 1))),
-    (
-        InvalidRangeError,
-        "attend: query (5, 0, 8); it must be (5, heads, 8)",
-        lambda c, x: c.attend(x, zeros(x, 5, 0, 8), 1.0),
-    ),
-    (InvalidRangeError, "attend: query (5, 3, 8)", lambda c, x: c.attend(x, zeros(x, 5, 3, 8), 1.0)),
-    (InvalidRangeError, "attend: query (5, 2, 4)", lambda c, x: c.attend(x, zeros(x, 5, 2, 4), 1.0)),
-    (
-        InvalidRangeError,
-        "attend: sinks (4,) in F32; they must be (2,)",
-        lambda c, x: c.attend(x, zeros(x, 5, 2, 8), 1.0, zeros(x, 4)),
-    ),
-    (
-        InvalidRangeError,
-        "attend: sinks (2,) in I32",
-        lambda c, x: c.attend(x, zeros(x, 5, 2, 8), 1.0, zeros(x, 2, dtype=DType.I32)),
-    ),
-    (
-        ml.DTypeError,
-        "attend: sinks is a numpy.ndarray",
-        lambda c, x: c.attend(x, zeros(x, 5, 2, 8), 1.0, np.zeros(2, np.float32)),
-    ),
-    (
-        ml.DTypeError,
-        "put: keys and values in I32 and I32",
-        lambda c, x: put(c, x, 0, (5, 2, 8), (5, 2, 5), dtype=DType.I32),
-    ),
-    (
-        ml.DTypeError,
-        "put: keys and values in BOOL and BOOL",
-        lambda c, x: put(c, x, 0, (5, 2, 8), (5, 2, 5), dtype=DType.BOOL),
-    ),
-    (
-        InvalidBatchError,
-        "start_forward: positions are object",
-        lambda c, x: c.start_forward(x, Batch([5, [6, 7]], [0, 0])),
-    ),
-    (
-        InvalidBatchError,
-        "start_forward: reserve=True and read_only=True",
-        lambda c, x: c.start_forward(x, Batch([1], [0]), True, read_only=True),
-    ),
-    (InvalidRangeError, "evict: position=3; it must be a list", lambda c, x: c.evict(0, 3)),
-    (InvalidRangeError, "evict: position=[3]; it must be a whole number", lambda c, x: c.evict(0, [[3]])),
-    (InvalidRangeError, "set_causal: except_=3", lambda c, x: c.set_causal(x, except_=3)),
-    (InvalidRangeError, "set_config: None", lambda c, x: c.set_config(None)),
-    (InvalidRangeError, "set_layer: layer=-1", lambda c, x: c.set_layer(-1)),
-    (InvalidRangeError, "set_layer: layer='0'", lambda c, x: c.set_layer("0")),
-    (InvalidRangeError, "copy_prefix: sequence 0 to itself", lambda c, x: c.copy_prefix(0, 0, 1)),
-    (InvalidRangeError, "copy_prefix: length=-1", lambda c, x: c.copy_prefix(0, 1, -1)),
-    (
-        InvalidSequenceError,
-        "copy_prefix: sequence 2; it must be in 0 to 1",
-        lambda c, x: c.copy_prefix(0, 2, 1),
-    ),
-    (InvalidSequenceError, "copy_prefix: sequence -1", lambda c, x: c.copy_prefix(-1, 0, 1)),
-    (InvalidRangeError, "remove: begin=-1", lambda c, x: c.remove(0, -1)),
-    (InvalidRangeError, "remove: [3, 2)", lambda c, x: c.remove(0, 3, 2)),
-    (InvalidSequenceError, "remove: sequence 2", lambda c, x: c.remove(2, 0)),
-    (InvalidRangeError, "snapshot: begin=-1", lambda c, x: c.snapshot(0, -1)),
-    (InvalidRangeError, "snapshot: [0, 7) of sequence 0", lambda c, x: c.snapshot(0, 0, 7)),
-    (InvalidRangeError, "split: at 7; the snapshot is [0, 5)", lambda c, x: c.split(c.snapshot(0), 7)),
-    (
-        InvalidRangeError,
-        "merge: [0, 5) F32 and [2, 5) F32",
-        lambda c, x: c.merge(c.snapshot(0), c.snapshot(0, 2)),
-    ),
-    (
-        InvalidRangeError,
-        "schedule_snapshots: position 3 of sequence 0, which is already at 5",
-        lambda c, x: c.schedule_snapshots(0, [9, 3]),
-    ),
-    (InvalidSequenceError, "offset: sequence 4", lambda c, x: c.schedule_snapshots(4, [9])),
-    (InvalidSequenceError, "offset: sequence -1", lambda c, x: c.take_snapshots(-1)),
-    (InvalidSequenceError, "can_resume: sequence -1", lambda c, x: c.can_resume(-1, 0)),
-    (InvalidRangeError, "can_resume: position=-1", lambda c, x: c.can_resume(0, -1)),
-    (InvalidRangeError, "can_resume: position=1.5", lambda c, x: c.can_resume(0, 1.5)),
-    (InvalidRangeError, "can_resume: position=None", lambda c, x: c.can_resume(0, None)),
-]
-STATES: Table = [
-    (InvalidBatchError, "start_forward: positions [3]", lambda c, x: c.start_forward(x, Batch([3], [0]))),
-    (
-        InvalidBatchError,
-        "start_forward: sequence 0 already holds position 1",
-        lambda c, x: c.start_forward(x, Batch([1], [0])),
-    ),
-    (
-        InvalidBatchError,
-        "start_forward: positions [2, 4]",
-        lambda c, x: c.start_forward(x, Batch([2, 4], [0, 0])),
-    ),
-    (
-        InvalidBatchError,
-        "start_forward: positions [2, 3]",
-        lambda c, x: c.start_forward(x, Batch([1, 3, 2], [1, 0, 0])),
-    ),
-    (
-        InvalidSequenceError,
-        "start_forward: sequence 3; it must be in 0 to 2",
-        lambda c, x: c.start_forward(x, Batch([1], [3])),
-    ),
-    (
-        InvalidBatchError,
-        "start_forward: reserve=True and read_only=True",
-        lambda c, x: c.start_forward(x, Batch([1], [0]), True, read_only=True),
-    ),
-    (InvalidRangeError, "remove: begin=-1", lambda c, x: c.remove(0, -1)),
-    (InvalidRangeError, "remove: [3, 2)", lambda c, x: c.remove(0, 3, 2)),
-    (InvalidRangeError, "copy_prefix: sequence 0 to itself", lambda c, x: c.copy_prefix(0, 0, 1)),
-    (InvalidRangeError, "copy_prefix: length=-1", lambda c, x: c.copy_prefix(0, 1, -1)),
-    (
-        InvalidRangeError,
-        "schedule_snapshots: position 2 of sequence 0, which is already at 2",
-        lambda c, x: c.schedule_snapshots(0, [2]),
-    ),
-    (
-        InvalidRangeError,
-        "schedule_snapshots: position 1 of sequence 0",
-        lambda c, x: c.schedule_snapshots(0, [5, 1]),
-    ),
-    (InvalidRangeError, "split: at 3; the snapshot is [0, 2)", lambda c, x: c.split(c.snapshot(0), 3)),
-    (InvalidRangeError, "want_states: position=-1", lambda c, x: c.want_states(0, [-1])),
-    (InvalidSequenceError, "offset: sequence 7", lambda c, x: c.want_states(7, [1])),
-]
-STATES_IN_A_PASS: Table = [
-    (InvalidRangeError, "conv_state: layer=-1", lambda c, x: c.conv_state(x, -1)),
-    (InvalidRangeError, "state: layer='a'", lambda c, x: c.state(x, "conv", "a")),
-    (
-        OrderError,
-        "state: the shape of state 'gate' of layer 5 is not known",
-        lambda c, x: c.state(x, "gate", 5),
-    ),
-    (
-        InvalidRangeError,
-        "update_state: state 'a b'",
-        lambda c, x: c.update_state(x, "a b", zeros(x, 2, 4), 5),
-    ),
-    (
-        InvalidRangeError,
-        "set_conv_state: (1, 2, 3); of state 'conv' of layer 0 it must be (2, 2, 3)",
-        lambda c, x: c.set_conv_state(x, 0, zeros(x, 1, *CONV)),
-    ),
-    (InvalidRangeError, "set_conv_state: (2, 6)", lambda c, x: c.set_conv_state(x, 0, zeros(x, 2, 6))),
-    (
-        InvalidRangeError,
-        "set_conv_state: (2, 2, 2, 2)",
-        lambda c, x: c.set_conv_state(x, 0, zeros(x, 2, *DELTA)),
-    ),
-    (InvalidRangeError, "set_conv_state: (2, 3)", lambda c, x: c.set_conv_state(x, 0, zeros(x, *CONV))),
-    (
-        InvalidRangeError,
-        "set_recurrent_state: (1, 2, 2, 2)",
-        lambda c, x: c.set_recurrent_state(x, 0, zeros(x, 1, *DELTA)),
-    ),
-    (
-        InvalidRangeError,
-        "deliver_states: (2, 2, 3); of state 'conv' of layer 0 it must be (1, 2, 3)",
-        lambda c, x: deliver(c, x, (2, *CONV), (0, 1)),
-    ),
-    (InvalidRangeError, "deliver_states: (1, 2, 2, 2)", lambda c, x: deliver(c, x, (1, *DELTA), (0, 1))),
-    (
-        InvalidRangeError,
-        "deliver_states: after 0 tokens of sequence 0, which has 3",
-        lambda c, x: deliver(c, x, (1, *CONV), (0, 0)),
-    ),
-    (
-        InvalidRangeError,
-        "deliver_states: after 4 tokens of sequence 0",
-        lambda c, x: deliver(c, x, (1, *CONV), (0, 4)),
-    ),
-    (
-        InvalidRangeError,
-        "deliver_states: after 1 tokens of sequence 2",
-        lambda c, x: deliver(c, x, (1, *CONV), (2, 1)),
-    ),
-    (InvalidRangeError, "deliver_states: layer=-1", lambda c, x: deliver(c, x, (1, *CONV), (0, 1), layer=-1)),
-    (
-        ml.DTypeError,
-        "deliver_states: states is a builtins.list",
-        lambda c, x: c.deliver_states(x, "conv", [[0.0]], [(0, 1)], 0),
-    ),
-]
-ENCODER: Table = [
-    (
-        InvalidRangeError,
-        "start_forward: multimodal index 1 of a batch of 1",
-        lambda c, x: c.start_forward(x, Batch([0], [0], multimodal=[(1, None)])),
-    ),
-    (InvalidRangeError, "snapshot: begin=-1", lambda c, x: c.snapshot(0, -1)),
-    (InvalidRangeError, "snapshot: [3, 2)", lambda c, x: c.snapshot(0, 3, 2)),
-    (InvalidRangeError, "split: at 5; the snapshot is [0, 4)", lambda c, x: c.split(c.snapshot(0, 0, 4), 5)),
-    (
-        InvalidRangeError,
-        "merge: [0, 2) and [3, 5)",
-        lambda c, x: c.merge(c.snapshot(0, 0, 2), c.snapshot(0, 3, 5)),
-    ),
-    (InvalidRangeError, "put: key (4, 8) and value (4, 8)", lambda c, x: put(c, x, 5, (4, 8), (4, 8))),
-    (
-        InvalidRangeError,
-        "put: key (4, 2, 8) and value (3, 2, 8)",
-        lambda c, x: put(c, x, 5, (4, 2, 8), (3, 2, 8)),
-    ),
-    (
-        InvalidRangeError,
-        "put: key (4, 2, 8) and value (4, 1, 8)",
-        lambda c, x: put(c, x, 5, (4, 2, 8), (4, 1, 8)),
-    ),
-    (
-        InvalidRangeError,
-        "put: lengths=[2, 2] for 5 rows",
-        lambda c, x: put(c, x, 5, (5, 2, 8), (5, 2, 8), lengths=[2, 2]),
-    ),
-    (
-        InvalidRangeError,
-        "put: lengths=[4] for 4 rows of 2 sequences",
-        lambda c, x: put(c, x, 5, (4, 2, 8), (4, 2, 8), lengths=[4]),
-    ),
-    (InvalidRangeError, "put: lengths=-1", lambda c, x: put(c, x, 5, (4, 2, 8), (4, 2, 8), lengths=[5, -1])),
-    (
-        InvalidRangeError,
-        "put: 2 rows for sequence 1 in layer 5, and 3",
-        lambda c, x: put(c, x, 5, (4, 2, 8), (4, 2, 8), lengths=[2, 2]),
-    ),
-]
-WRAPPER: Table = [
-    (
-        InvalidRangeError,
-        "set_layer_type: -1; it must be",
-        lambda c, x: c.set_layer_type(-1),
-    ),
-    (InvalidRangeError, "set_layer_type: 2", lambda c, x: c.set_layer_type(2)),
-    (
-        InvalidRangeError,
-        "set_causal: except_=[6]; the indices must be in 0 to 5",
-        lambda c, x: c.set_causal(x, except_=[6]),
-    ),
-    (
-        InvalidBatchError,
-        "start_forward: sequence 0 already holds position 2",
-        lambda c, x: c.start_forward(x, Batch([2], [0])),
-    ),
-    (InvalidRangeError, "remove: [3, 2)", lambda c, x: c.remove(0, 3, 2)),
-    (InvalidRangeError, "evict: position 9 of sequence 0", lambda c, x: c.evict(0, [1, 9])),
-    (InvalidRangeError, "snapshot: [0, 7) of sequence 0", lambda c, x: c.snapshot(0, 0, 7)),
-]
+ATTENTION: Table = {
+    ml.DTypeError: {
+        "attend: query in I32": lambda c, x: c.attend(x, zeros(x, 5, 2, 8, dtype=DType.I32), 1.0),
+        "attend: query in BOOL": lambda c, x: c.attend(x, zeros(x, 5, 2, 8, dtype=DType.BOOL), 1.0),
+        "attend: sinks is a numpy.ndarray": lambda c, x: c.attend(
+            x, zeros(x, 5, 2, 8), 1.0, np.zeros(2, np.float32)
+        ),
+        "put: keys and values in I32 and I32": lambda c, x: put(
+            c, x, 0, (5, 2, 8), (5, 2, 5), dtype=DType.I32
+        ),
+        "put: keys and values in BOOL and BOOL": lambda c, x: put(
+            c, x, 0, (5, 2, 8), (5, 2, 5), dtype=DType.BOOL
+        ),
+    },
+    InvalidRangeError: {
+        "attend: scale='x'; it must be a number": lambda c, x: c.attend(x, zeros(x, 5, 2, 8), "x"),
+        "attend: scale=<": lambda c, x: c.attend(x, zeros(x, 5, 2, 8), zeros(x, 1)),
+        "attend: query (5, 0, 8); it must be (5, heads, 8)": lambda c, x: c.attend(x, zeros(x, 5, 0, 8), 1.0),
+        "attend: query (5, 3, 8)": lambda c, x: c.attend(x, zeros(x, 5, 3, 8), 1.0),
+        "attend: query (5, 2, 4)": lambda c, x: c.attend(x, zeros(x, 5, 2, 4), 1.0),
+        "attend: sinks (4,) in F32; they must be (2,)": lambda c, x: c.attend(
+            x, zeros(x, 5, 2, 8), 1.0, zeros(x, 4)
+        ),
+        "attend: sinks (2,) in I32": lambda c, x: c.attend(
+            x, zeros(x, 5, 2, 8), 1.0, zeros(x, 2, dtype=DType.I32)
+        ),
+        "evict: position=3; it must be a list": lambda c, x: c.evict(0, 3),
+        "evict: position=[3]; it must be a whole number": lambda c, x: c.evict(0, [[3]]),
+        "set_causal: except_=3": lambda c, x: c.set_causal(x, except_=3),
+        "set_config: None": lambda c, x: c.set_config(None),
+        "set_layer: layer=-1": lambda c, x: c.set_layer(-1),
+        "set_layer: layer='0'": lambda c, x: c.set_layer("0"),
+        "copy_prefix: sequence 0 to itself": lambda c, x: c.copy_prefix(0, 0, 1),
+        "copy_prefix: length=-1": lambda c, x: c.copy_prefix(0, 1, -1),
+        "remove: begin=-1": lambda c, x: c.remove(0, -1),
+        "remove: [3, 2)": lambda c, x: c.remove(0, 3, 2),
+        "snapshot: begin=-1": lambda c, x: c.snapshot(0, -1),
+        "snapshot: [0, 7) of sequence 0": lambda c, x: c.snapshot(0, 0, 7),
+        "split: at 7; the snapshot is [0, 5)": lambda c, x: c.split(c.snapshot(0), 7),
+        "merge: [0, 5) F32 and [2, 5) F32": lambda c, x: c.merge(c.snapshot(0), c.snapshot(0, 2)),
+        "schedule_snapshots: position 3 of sequence 0, which is already at 5": lambda c, x: (
+            c.schedule_snapshots(0, [9, 3])
+        ),
+        "can_resume: position=-1": lambda c, x: c.can_resume(0, -1),
+        "can_resume: position=1.5": lambda c, x: c.can_resume(0, 1.5),
+        "can_resume: position=None": lambda c, x: c.can_resume(0, None),
+    },
+    InvalidBatchError: {
+        "start_forward: positions are object": lambda c, x: c.start_forward(x, Batch([5, [6, 7]], [0, 0])),
+        "start_forward: reserve=True and read_only=True": lambda c, x: c.start_forward(
+            x, Batch([1], [0]), True, read_only=True
+        ),
+    },
+    InvalidSequenceError: {
+        "copy_prefix: sequence 2; it must be in 0 to 1": lambda c, x: c.copy_prefix(0, 2, 1),
+        "copy_prefix: sequence -1": lambda c, x: c.copy_prefix(-1, 0, 1),
+        "remove: sequence 2": lambda c, x: c.remove(2, 0),
+        "offset: sequence 4": lambda c, x: c.schedule_snapshots(4, [9]),
+        "offset: sequence -1": lambda c, x: c.take_snapshots(-1),
+        "can_resume: sequence -1": lambda c, x: c.can_resume(-1, 0),
+    },
+}
+STATES: Table = {
+    InvalidBatchError: {
+        "start_forward: positions [3]": lambda c, x: c.start_forward(x, Batch([3], [0])),
+        "start_forward: sequence 0 already holds position 1": lambda c, x: c.start_forward(
+            x, Batch([1], [0])
+        ),
+        "start_forward: positions [2, 4]": lambda c, x: c.start_forward(x, Batch([2, 4], [0, 0])),
+        "start_forward: positions [2, 3]": lambda c, x: c.start_forward(x, Batch([1, 3, 2], [1, 0, 0])),
+        "start_forward: reserve=True and read_only=True": lambda c, x: c.start_forward(
+            x, Batch([1], [0]), True, read_only=True
+        ),
+    },
+    InvalidSequenceError: {
+        "start_forward: sequence 3; it must be in 0 to 2": lambda c, x: c.start_forward(x, Batch([1], [3])),
+        "offset: sequence 7": lambda c, x: c.want_states(7, [1]),
+    },
+    InvalidRangeError: {
+        "remove: begin=-1": lambda c, x: c.remove(0, -1),
+        "remove: [3, 2)": lambda c, x: c.remove(0, 3, 2),
+        "copy_prefix: sequence 0 to itself": lambda c, x: c.copy_prefix(0, 0, 1),
+        "copy_prefix: length=-1": lambda c, x: c.copy_prefix(0, 1, -1),
+        "schedule_snapshots: position 2 of sequence 0, which is already at 2": lambda c, x: (
+            c.schedule_snapshots(0, [2])
+        ),
+        "schedule_snapshots: position 1 of sequence 0": lambda c, x: c.schedule_snapshots(0, [5, 1]),
+        "split: at 3; the snapshot is [0, 2)": lambda c, x: c.split(c.snapshot(0), 3),
+        "want_states: position=-1": lambda c, x: c.want_states(0, [-1]),
+    },
+}
+STATES_IN_A_PASS: Table = {
+    InvalidRangeError: {
+        "conv_state: layer=-1": lambda c, x: c.conv_state(x, -1),
+        "state: layer='a'": lambda c, x: c.state(x, "conv", "a"),
+        "update_state: state 'a b'": lambda c, x: c.update_state(x, "a b", zeros(x, 2, 4), 5),
+        "set_conv_state: (1, 2, 3); of state 'conv' of layer 0 it must be (2, 2, 3)": lambda c, x: (
+            c.set_conv_state(x, 0, zeros(x, 1, *CONV))
+        ),
+        "set_conv_state: (2, 6)": lambda c, x: c.set_conv_state(x, 0, zeros(x, 2, 6)),
+        "set_conv_state: (2, 2, 2, 2)": lambda c, x: c.set_conv_state(x, 0, zeros(x, 2, *DELTA)),
+        "set_conv_state: (2, 3)": lambda c, x: c.set_conv_state(x, 0, zeros(x, *CONV)),
+        "set_recurrent_state: (1, 2, 2, 2)": lambda c, x: c.set_recurrent_state(x, 0, zeros(x, 1, *DELTA)),
+        "deliver_states: (2, 2, 3); of state 'conv' of layer 0 it must be (1, 2, 3)": lambda c, x: deliver(
+            c, x, (2, *CONV), (0, 1)
+        ),
+        "deliver_states: (1, 2, 2, 2)": lambda c, x: deliver(c, x, (1, *DELTA), (0, 1)),
+        "deliver_states: after 0 tokens of sequence 0, which has 3": lambda c, x: deliver(
+            c, x, (1, *CONV), (0, 0)
+        ),
+        "deliver_states: after 4 tokens of sequence 0": lambda c, x: deliver(c, x, (1, *CONV), (0, 4)),
+        "deliver_states: after 1 tokens of sequence 2": lambda c, x: deliver(c, x, (1, *CONV), (2, 1)),
+        "deliver_states: layer=-1": lambda c, x: deliver(c, x, (1, *CONV), (0, 1), layer=-1),
+    },
+    OrderError: {
+        "state: the shape of state 'gate' of layer 5 is not known": lambda c, x: c.state(x, "gate", 5),
+    },
+    ml.DTypeError: {
+        "deliver_states: states is a builtins.list": lambda c, x: c.deliver_states(
+            x, "conv", [[0.0]], [(0, 1)], 0
+        ),
+    },
+}
+ENCODER: Table = {
+    InvalidRangeError: {
+        "start_forward: multimodal index 1 of a batch of 1": lambda c, x: c.start_forward(
+            x, Batch([0], [0], multimodal=[(1, None)])
+        ),
+        "snapshot: begin=-1": lambda c, x: c.snapshot(0, -1),
+        "snapshot: [3, 2)": lambda c, x: c.snapshot(0, 3, 2),
+        "split: at 5; the snapshot is [0, 4)": lambda c, x: c.split(c.snapshot(0, 0, 4), 5),
+        "merge: [0, 2) and [3, 5)": lambda c, x: c.merge(c.snapshot(0, 0, 2), c.snapshot(0, 3, 5)),
+        "put: key (4, 8) and value (4, 8)": lambda c, x: put(c, x, 5, (4, 8), (4, 8)),
+        "put: key (4, 2, 8) and value (3, 2, 8)": lambda c, x: put(c, x, 5, (4, 2, 8), (3, 2, 8)),
+        "put: key (4, 2, 8) and value (4, 1, 8)": lambda c, x: put(c, x, 5, (4, 2, 8), (4, 1, 8)),
+        "put: lengths=[2, 2] for 5 rows": lambda c, x: put(c, x, 5, (5, 2, 8), (5, 2, 8), lengths=[2, 2]),
+        "put: lengths=[4] for 4 rows of 2 sequences": lambda c, x: put(
+            c, x, 5, (4, 2, 8), (4, 2, 8), lengths=[4]
+        ),
+        "put: lengths=-1": lambda c, x: put(c, x, 5, (4, 2, 8), (4, 2, 8), lengths=[5, -1]),
+        "put: 2 rows for sequence 1 in layer 5, and 3": lambda c, x: put(
+            c, x, 5, (4, 2, 8), (4, 2, 8), lengths=[2, 2]
+        ),
+    },
+}
+WRAPPER: Table = {
+    InvalidRangeError: {
+        "set_layer_type: -1; it must be": lambda c, x: c.set_layer_type(-1),
+        "set_layer_type: 2": lambda c, x: c.set_layer_type(2),
+        "set_causal: except_=[6]; the indices must be in 0 to 5": lambda c, x: c.set_causal(x, except_=[6]),
+        "remove: [3, 2)": lambda c, x: c.remove(0, 3, 2),
+        "evict: position 9 of sequence 0": lambda c, x: c.evict(0, [1, 9]),
+        "snapshot: [0, 7) of sequence 0": lambda c, x: c.snapshot(0, 0, 7),
+    },
+    InvalidBatchError: {
+        "start_forward: sequence 0 already holds position 2": lambda c, x: c.start_forward(
+            x, Batch([2], [0])
+        ),
+    },
+}
 
 
 @refuses(ATTENTION)
 def test_attention_refuses(rig: MakeRig, error: Any, says: str, call: Any) -> None:
     r = rig()
     r.forward(range(5), 0)
-    check_refused(r.cache, r.ctx, error, says, call)
+    check_refused(error, says, call, r.cache, r.ctx)
     r.check_figures()
     r.check_seen()
 
@@ -340,7 +227,7 @@ def test_attention_refuses(rig: MakeRig, error: Any, says: str, call: Any) -> No
 def test_states_refuse(states: Callable[..., StateRig], error: Any, says: str, call: Any) -> None:
     r = states()
     r.forward(0, 0, 1)
-    check_refused(r.cache, r.ctx, error, says, call)
+    check_refused(error, says, call, r.cache, r.ctx)
     r.check()
     r.forward(1, 0)
 
@@ -350,7 +237,7 @@ def test_states_refuse_in_a_pass(states: Callable[..., StateRig], error: Any, sa
     r = states()
     r.want(0, [1, 2])
     r.start([0, 1, 0, 0])
-    check_refused(r.cache, r.ctx, error, says, call)
+    check_refused(error, says, call, r.cache, r.ctx)
     assert r.cache.state_spec("gate", 5) is r.cache.state_spec("a b", 5) is None
     r.delivery = "wanted"
     r.step()
@@ -364,7 +251,7 @@ def test_an_encoder_refuses(encoders: Callable[..., EncoderRig], error: Any, say
     r = encoders()
     r.start([0, 0], [0, 1])
     r.put(2, 3)
-    check_refused(r.cache, r.ctx, error, says, call)
+    check_refused(error, says, call, r.cache, r.ctx)
     r.check(computes=False)
 
 
@@ -373,7 +260,7 @@ def test_a_wrapper_refuses(backend: ml.Backend, ctx: ml.Context, error: Any, say
     wide = Setup(max_sequences=3, capacity=12, max_batch=6)
     r = WrapperRig((wide, wide), backend, ctx)
     r.forward(range(6), [0] * 6)
-    check_refused(r.cache, r.ctx, error, says, call)
+    check_refused(error, says, call, r.cache, r.ctx)
     r.go_on()
     r.check()
     r.drain()

@@ -101,15 +101,6 @@ def test_a_cache_of_an_encoder_may_stay_without_layers(backend: ml.Backend, ctx:
     cache.close()
 
 
-def test_except_lists_reach_all_caches(wrapped: Callable[..., WrapperRig]) -> None:
-    r = wrapped()
-    r.forward(range(4), [0] * 4, lifted=[0, 1])
-    for i, rig in enumerate(r.rigs):
-        r.cache.set_layer_type(i)
-        rig.check_seen([0, 1])
-    r.drain()
-
-
 @pytest.mark.parametrize("broken", [0, 1])
 def test_a_shift_function_that_raises_leaves_all_as_they_were(
     wrapped: Callable[..., WrapperRig], broken: int

@@ -21,7 +21,6 @@ from kvcache.stores import (
     SerializedSnapshot,
     SnapshotCorruptError,
     StoreUnavailableError,
-    StoreValueError,
     pack,
     unpack,
 )
@@ -89,21 +88,6 @@ def test_usage_counts_bytes_and_events(where: Path) -> None:
         usage = store.usage()
     assert (usage.entries, usage.nbytes, usage.budget) == (2, 2 * UNIT, 3 * UNIT)
     assert (usage.evicted, usage.dropped, usage.swept) == (2, 1, 0)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [*({"budget": budget} for budget in (-1, 1.5, "lots", True)), {"digest": "md5"}, {"digest": None},
-     {"secret": "s"}, *({"digest": "blake3", "secret": secret} for secret in ("", 3))],
-    ids=str,
-)  # fmt: skip
-def test_what_makes_no_sense_is_refused(where: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(StoreValueError, match=r"budget|digest|secret"):
-        FileStore(where, **options)
-    if "budget" in options:
-        with pytest.raises(StoreValueError, match="budget"):
-            MemoryStore(**options)
-    assert not where.exists()
 
 
 # Other openers of the same folder.

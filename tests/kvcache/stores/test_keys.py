@@ -111,33 +111,6 @@ def test_one_changed_token_changes_every_key_behind_it_and_none_before() -> None
         assert not set(changed[place + 1 :]) & set(expected)
 
 
-@pytest.mark.parametrize(
-    "tokens",
-    [
-        [1.0], ["a"], [None], [b"x", 1.5], [2**63], [-(2**63) - 1], [b"x", 2**63], "abc", b"abc", [[1]],
-        np.zeros(3), np.zeros((2, 2), np.int64), np.array([2**63], np.uint64), np.array(3),
-    ],
-    ids=repr,
-)  # fmt: skip
-def test_what_is_no_token_is_refused(tokens: Any) -> None:
-    with pytest.raises(StoreValueError, match=r"Keys\.chain"):
-        Keys(IDENTITY).chain(tokens)
-
-
-@pytest.mark.parametrize(
-    "identity", [{"a": float("nan")}, {1: 2}, {"a": {1: 2}}, {"a": object()}, {"a": {3}}]
-)
-def test_an_identity_that_json_cannot_say_is_refused(identity: Any) -> None:
-    with pytest.raises(StoreValueError, match="identity"):
-        Keys(identity)
-
-
-@pytest.mark.parametrize("block_size", [0, -1, 2.0, True])
-def test_a_block_size_is_a_positive_integer(block_size: Any) -> None:
-    with pytest.raises(StoreValueError, match="block_size"):
-        Keys(IDENTITY, block_size)
-
-
 @pytest.mark.parametrize("position", [-1, 10])
 def test_a_position_outside_the_chain_is_refused(position: int) -> None:
     with pytest.raises(StoreValueError, match=r"\[0, 9\]"):

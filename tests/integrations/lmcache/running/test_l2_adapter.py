@@ -23,27 +23,28 @@ from lmcache.v1.distributed.storage_manager import StorageManager
 from kvcache import InvalidRangeError
 
 SHAPE = MemoryLayoutDesc([torch.Size([2, 3, 8, 8])], [torch.bfloat16])
+MODEL = {"model": "m"}
 Open = Callable[..., StorageManager]
+
+
+def open_server(url: str, identity: Any, **options: Any) -> StorageManager:
+    """A storage manager, as in LMCache's server, with nothing in memory and our adapter below."""
+    plugin = PluginL2AdapterConfig.from_dict({
+        "module_path": "kvcache.integrations.lmcache", "class_name": "KVStoreL2Adapter",
+        "adapter_params": {"store": url, "identity": identity, **options},
+    })  # fmt: skip
+    memory = L1MemoryManagerConfig(1 << 20, use_lazy=False, shm_name="")
+    return StorageManager(
+        StorageManagerConfig(L1ManagerConfig(memory), EvictionConfig("LRU"), L2AdaptersConfig([plugin]))
+    )
 
 
 @pytest.fixture
 def server(url: str) -> Iterator[Open]:
-    """A storage manager, as in LMCache's server, with nothing in memory and our adapter below."""
     made: list[StorageManager] = []
 
-    def make(**options: Any) -> StorageManager:
-        plugin = PluginL2AdapterConfig.from_dict({
-            "module_path": "kvcache.integrations.lmcache", "class_name": "KVStoreL2Adapter",
-            "adapter_params": {"store": url, "identity": {"model": "m"}, **options},
-        })  # fmt: skip
-        memory = L1MemoryManagerConfig(1 << 20, use_lazy=False, shm_name="")
-        made.append(
-            StorageManager(
-                StorageManagerConfig(
-                    L1ManagerConfig(memory), EvictionConfig("LRU"), L2AdaptersConfig([plugin])
-                )
-            )
-        )
+    def make(identity: Any = MODEL, **options: Any) -> StorageManager:
+        made.append(open_server(url, identity, **options))
         return made[-1]
 
     yield make
@@ -86,7 +87,9 @@ def get(one: StorageManager, keys: list[ObjectKey], shape: MemoryLayoutDesc = SH
     assert result is not None
     found = keys[: result.l2_hit_cells[0].popcount()]
     with one.read_prefetched_results(found) as memory:
-        return [each.tensor.clone() for each in memory or ()]
+        tensors = [each.tensor.clone() for each in memory or ()]
+    one.finish_read_prefetched(found)
+    return tensors
 
 
 def test_another_server_reads_what_was_stored(server: Open) -> None:

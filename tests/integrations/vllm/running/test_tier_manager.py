@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,29 +21,36 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-CHUNKS, TOKENS = 8, 16
+CHUNKS, TOKENS, ROW = 8, 16, 4096
 KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(6)]
 NOBODY = ScheduleEndContext((), ())
+_opened = itertools.count()
+
+
+def open_manager(
+    folder: Path, tokens: int, identity: dict[str, Any], dtype: str = "float32", ranks: int = 1, **tier: Any
+) -> Any:
+    """A manager over a host memory of its own and the store in a folder, as in a process of its own."""
+    below = {
+        "type": "KVCacheTier", "module_path": "kvcache.integrations.vllm",
+        "store": f"file://{folder / 'store'}?durable=no", "identity": identity, **tier,
+    }  # fmt: skip
+    config = OffloadingConfig(
+        groups=(OffloadingGroupConfig(tokens, ("layer",), 0),), worker_kv_bytes_per_block=1000,
+        enable_kv_cache_events=True, engine_id=f"kvcache-test-{os.getpid()}-{next(_opened)}",
+        extra_config={"cpu_bytes_to_use": CHUNKS * ROW, "secondary_tiers": [below]},
+        model=OffloadingModelConfig("m", dtype), cache=OffloadingCacheConfig(tokens, 1),
+        parallel=OffloadingParallelConfig(0, ranks, ranks, 1, 1, 1, 0, 1, None, True),
+    )  # fmt: skip
+    return TieringOffloadingSpec(config).get_manager()
 
 
 @pytest.fixture
 def manager(tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """A manager over a host memory of its own and the store of all, as in a process of its own."""
     made: list[Any] = []
 
-    def make(**options: Any) -> Any:
-        tier = {
-            "type": "KVCacheTier", "module_path": "kvcache.integrations.vllm",
-            "store": f"file://{tmp_path / 'store'}", "identity": {"model": "m"}, **options,
-        }  # fmt: skip
-        config = OffloadingConfig(
-            groups=(OffloadingGroupConfig(TOKENS, ("layer",), 0),), worker_kv_bytes_per_block=1000,
-            enable_kv_cache_events=True, engine_id=f"kvcache-test-{tmp_path.name}-{len(made)}",
-            extra_config={"cpu_bytes_to_use": CHUNKS * 4096, "secondary_tiers": [tier]},
-            model=OffloadingModelConfig("m", "float32"), cache=OffloadingCacheConfig(TOKENS, 1),
-            parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, True),
-        )  # fmt: skip
-        made.append(TieringOffloadingSpec(config).get_manager())
+    def make(identity: dict[str, Any] | None = None, **options: Any) -> Any:
+        made.append(open_manager(tmp_path, TOKENS, identity or {"model": "m"}, **options))
         return made[-1]
 
     yield make
@@ -55,7 +64,7 @@ def rows(one: Any) -> np.ndarray:
 
 
 def content(number: int) -> np.ndarray:
-    return np.random.default_rng(number).integers(0, 256, 4096, np.uint8)
+    return np.random.default_rng(number).integers(0, 256, ROW, np.uint8)
 
 
 def request(name: str = "r") -> ReqContext:
