@@ -63,7 +63,7 @@ class HFSnapshot:
         limit = self.nbytes - nbytes if inside is None else inside
         while nbytes > limit:  # those with the closest neighbours are left out first
             points = [0, *(one.length for one in stay), self.length]
-            closest = min(range(len(stay)), key=lambda i: points[i + 2] - points[i])  # noqa: B023
+            closest = min(range(len(stay)), key=lambda i: points[i + 2] - points[i])
             nbytes -= stay.pop(closest).nbytes
         return replace(self, interior=tuple(stay))
 
