@@ -178,6 +178,8 @@ class Session:
         """Whether everything kept was discarded since it began, so that its content must not be shared."""
         self.spaced: list[int] = []
         """The positions of its snapshots that are scheduled only because of their distance."""
+        self.reachable = False
+        """Whether the tree has had the predecessor of its next snapshot; an open session alone may have it."""
         self.spared = 0
         """Tokens for which stores were not asked at ``begin``, because computing them is faster."""
         self.retention: Retention | None = None
@@ -556,11 +558,13 @@ class OpenSessions:
         pieces = [part for part in self._cache.take_snapshots(seq) if part.end <= ids.size]
         if pieces:
             path = self._tree.walk(ids[: pieces[-1].end], session.above(pieces[-1].end))
-            if self._tree.store is None and pieces[0].begin > self._tree.along(path)[0]:
+            follows = pieces[0].begin <= self._tree.along(path)[0]
+            if session.reachable and not follows and self._tree.store is None:
                 # Their predecessor was evicted meanwhile: no prompt could begin with these, or later ones.
                 self._cache.cancel_snapshots(seq, session.spaced)
                 session.spaced = []
                 return
+            session.reachable |= follows
             with self._evictor.within_budgets():
                 self._insert(session, path, pieces)
                 session.kept = pieces[-1].end

@@ -103,8 +103,8 @@ class ModelCaches:
     @property
     def indivisible(self) -> list[int]:
         """The numbers in ``tops`` of windows and states, whose content cannot be cut at any position."""
-        others = [*self.whole, self.encoder]
-        return [n for n, cache in enumerate(self.tops) if all(cache is not other for other in others)]
+        kinds = (SlidingWindowCache, StateCache, CompressedCache)
+        return [n for n, cache in enumerate(self.tops) if isinstance(cache, kinds)]
 
     @property
     def forgets(self) -> bool:

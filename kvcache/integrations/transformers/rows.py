@@ -219,9 +219,11 @@ class BatchRows(ClaimedRows):
 
     def _keep_interior(self) -> None:
         """With ``interval``, keep what windows and states hold at the end of the last pass."""
-        plan, interval = self.pool.plan, self.pool.options.interval
+        interval = self.pool.options.interval
+        if interval is None or Trait.INSIDE in self.pool.plan.traits:
+            return
         last = self.interior[-1].length if self.interior else 0
-        if interval is None or self.length - last < interval or Trait.INSIDE in plan.traits:
+        if self.length - last < interval:
             return
         rows = []
         for seq in self.sequences:
