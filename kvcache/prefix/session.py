@@ -179,7 +179,7 @@ class Session:
         self.spaced: list[int] = []
         """The positions of its snapshots that are scheduled only because of their distance."""
         self.reachable = False
-        """Whether the tree has had the predecessor of its next snapshot; an open session alone may have it."""
+        """Whether the tree has had the predecessor of its next snapshot; only an open session may have it."""
         self.spared = 0
         """Tokens for which stores were not asked at ``begin``, because computing them is faster."""
         self.retention: Retention | None = None
