@@ -610,7 +610,8 @@ class BatchRows(ClaimedRows):
         for i, seq in enumerate(self.sequences):
             for number, cache in enumerate(family.tops):
                 if number in marked:
-                    change = cache.prepare_restore_snapshot(seq, marks[i][number])
+                    restored: Any = cache  # each takes its own kind of snapshot
+                    change = restored.prepare_restore_snapshot(seq, marks[i][number])
                     assert change is not None, "the rows are longer than where their marks are"
                     changes.append(change)
                 else:

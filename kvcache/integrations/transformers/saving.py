@@ -55,7 +55,7 @@ class HFSnapshot:
 
     @property
     def nbytes(self) -> int:
-        return sum(one.nbytes for one in (*self.rows, *self.interior))
+        return sum(row.nbytes for row in self.rows) + sum(one.nbytes for one in self.interior)
 
     def thinned(self, inside: int | None) -> HFSnapshot:
         """With at most ``inside`` bytes of ``interior`` (None: as many as everything else has)."""
