@@ -257,6 +257,7 @@ def listening(name: str, words: str, python: str = sys.executable) -> Iterator[t
     port = free_port()
     command = [python, *(word.replace("{port}", str(port)) for word in words.split())]
     settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    settings |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}  # GiB: twice what the rounds need
     with (
         tempfile.TemporaryFile() as log,
         subprocess.Popen(command, env=os.environ | settings, stdout=log, stderr=log) as process,

@@ -1,9 +1,9 @@
 """Which contexts are kept apart on which face: the table of docs/prefix-cache.md, of the suite that shows it.
 
     python -m benchmarks.isolation                      # runs tests/isolation, which takes seconds
-    .venv-sglang/bin/python -m benchmarks.isolation     # and what SGLang's own names add to its column
-    .venv-lmcache/bin/python -m benchmarks.isolation    # what LMCache's server finds in a folder, and its names
-    .venv-vllm/bin/python -m benchmarks.isolation       # what vLLM's manager of tiers finds in a folder
+    .venv-sglang/bin/python -m benchmarks.isolation     # and what SGLang's own names add
+    .venv-lmcache/bin/python -m benchmarks.isolation    # its names, and what its server finds
+    .venv-vllm/bin/python -m benchmarks.isolation       # what its manager of tiers finds
     python -m benchmarks.isolation --show               # writes the table of what was recorded
 
 A cell is there if its test has passed, with all that it was crossed with; one that failed ends the command.
@@ -69,8 +69,8 @@ def rows(record: dict[str, Any], dimensions: dict[str, str], faces: list[Any]) -
             shown = ", ".join(tier for tier in _TIERS if tier in cell).replace("device, host, folder", "all")
             if dimension in face.open:
                 shown = f"**open** [{numbers[face.open[dimension]]}]"
-            elif dimension in face.told:
-                shown = f"{shown} [{numbers[face.told[dimension]]}]"
+            elif shown and dimension in face.told:
+                shown += f" [{numbers[face.told[dimension]]}]"
             elif dimension in face.refused:
                 shown = f"none [{numbers[face.refused[dimension]]}]"
             row.append(shown or "not run")

@@ -86,8 +86,11 @@ class _Connector(KVCacheConnector):  # type: ignore[misc]
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        if scheduler_output.kv_connector_block_state is None:
-            blocks = {new.req_id: new.block_ids for new in scheduler_output.scheduled_new_reqs}
+        if scheduler_output.kv_connector_block_state is None:  # blocks from 0 on, which vLLM gives to nobody
+            blocks = {
+                new.req_id: ([block + 1 for block in new.block_ids[0]],)
+                for new in scheduler_output.scheduled_new_reqs
+            }
             scheduler_output.kv_connector_block_state = SimpleNamespace(get_block_ids=blocks.__getitem__)
         return super().build_connector_meta(scheduler_output)
 

@@ -84,7 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
-    print("| layout | | write, GB/s | read, GB/s |\n|---|---|---|---|")
+    print("| | write, GB/s | read, GB/s |\n|---|---|---|")
     for layout in ("page_first", "layer_first"):
         pool = host_pool(layout)
         nbytes = pool.size_per_token * PAGE * len(KEYS)
@@ -97,7 +97,7 @@ def main() -> None:
         for name, times in found.items():
             rates = [sorted(nbytes / 1e9 / one[i] for one in times) for i in range(2)]
             cells = [f"{statistics.median(rate):.2f} ({rate[0]:.2f} to {rate[-1]:.2f})" for rate in rates]
-            print(f"| {layout} | {name} | {' | '.join(cells)} |")
+            print(f"| {name}, {layout} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

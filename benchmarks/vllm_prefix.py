@@ -63,10 +63,10 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
         rows.setdefault("vLLM alone", []).append(ask(given))
         for size in options.page_tokens:
             store = {"store": f"file://{folder}/store{number}-{size}", "page_tokens": size}
-            for name in ("first process: computes and stores", "second process: reads"):
+            for name in ("computes and stores", "reads"):
                 rows.setdefault(f"ours, pages of {size}, {name}", []).append(ask({**given, "ours": store}))
         theirs = {"shared_storage_path": f"{folder}/example{number}"}
-        for name in ("first process", "second process"):
+        for name in ("computes and stores", "reads"):
             rows.setdefault(f"ExampleConnector, {name}", []).append(ask({**given, "example": theirs}))
     expected = rows["vLLM alone"][0].tokens
     alone = statistics.median(found.first for found in rows["vLLM alone"])

@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 DIMENSIONS = {
     "salt": "salt of a tenant",
     "adapter": "adapter (LoRA)",
-    "version": "an adapter's version: other weights under its name",
+    "version": "other weights under an adapter's name",
     "scale": "an adapter's scale",
     "image": "image",
-    "place": "an image's place in the prompt",
+    "place": "an image's place",
     "embeddings": "prompt embeddings",
     "model": "model",
     "weights": "weights of a model",
     "rope": "rope settings",
-    "dtype": "dtype that is computed in",
+    "dtype": "dtype of the computation",
     "format": "storage format of K and V",
     "rank": "rank of tensor parallelism",
 }

@@ -299,8 +299,7 @@ class OfVLLMTier(OfVLLM):
         OfVLLM.face.refused,
         dict.fromkeys(
             ["version", "scale"],
-            "under `KVCacheOffloadingConnector`: the hashes of vLLM's own `OffloadingConnector` have only an "
-            "adapter's name",
+            "under `KVCacheOffloadingConnector`: vLLM's own hashes have only an adapter's name",
         ),
     )
 
@@ -367,10 +366,8 @@ class OfLMCache(ByName):
             '`"kv_transfer_params": {"lmcache.tag.NAME": "VALUE"}`',
         ),
         open={
-            **dict.fromkeys(["image", "place"], "it names images itself, before we are asked: not run"),
-            "embeddings": "not run",
-            "format": "its names have neither the kind of FP8 that K and V are stored in nor what they were "
-            "computed in: with FP8, set `kvcache.identity`",
+            **dict.fromkeys(["image", "place", "embeddings"], "LMCache names these itself: not run"),
+            "format": "its names do not tell kinds of FP8 apart: with FP8, set `kvcache.identity`",
         },
     )
 
@@ -411,12 +408,10 @@ class OfLMCacheServer(ByName):
             "its names have no adapter: put it into each request's `cache_salt`",
         ),
         open={
-            **dict.fromkeys(["image", "place"], OfLMCache.face.open["image"]),
-            "embeddings": OfLMCache.face.open["embeddings"],
+            **dict.fromkeys(["image", "place", "embeddings"], OfLMCache.face.open["image"]),
             **dict.fromkeys(
                 ["dtype", "format"],
-                "its names have no dtype: objects of another one are misses and are stored again; with FP8, "
-                "set `identity`",
+                "its names have no dtype: objects of another are misses; with FP8, set `identity`",
             ),
         },
     )

@@ -87,7 +87,9 @@ def get(one: StorageManager, keys: list[ObjectKey], shape: MemoryLayoutDesc = SH
     assert result is not None
     found = keys[: result.l2_hit_cells[0].popcount()]
     with one.read_prefetched_results(found) as memory:
-        return [each.tensor.clone() for each in memory or ()]
+        tensors = [each.tensor.clone() for each in memory or ()]
+    one.finish_read_prefetched(found)
+    return tensors
 
 
 def test_another_server_reads_what_was_stored(server: Open) -> None:
