@@ -201,8 +201,8 @@ def census() -> Record:
 
 
 def mutation() -> Record:
-    noticed = [area["noticed"] for area in load(DOCS / "mutation.json").values()]
-    return {"least": min(noticed), "most": max(noticed)}
+    scores = [area["score"] for area in load(DOCS / "mutation.json").values()]
+    return {"least": min(scores), "most": max(scores)}
 
 
 def soak() -> Record:
