@@ -97,7 +97,7 @@ def _driven(built: Results) -> list[str]:
         else:
             ways.setdefault(way, []).append(name)
     grouped = [(_names(names), *cells) for cells, names in _largest_first(rows)]
-    lines = []
+    lines: list[str] = []
     for way, names in sorted(ways.items(), key=lambda item: -len(item[1])):
         rest = f"**`{way}`** ({len(names)}): all that are not named below."
         lines.append(_line(f"`{way}`", names) if lines else rest)
