@@ -205,6 +205,12 @@ def mutation() -> Record:
     return {"least": min(scores), "most": max(scores)}
 
 
+def speculation() -> Record:
+    """Tokens per pass at temperature 0, by draft."""
+    _, *rows = runs.fields("speculation")["tables"][0]
+    return {draft: float(tokens) for draft, temperature, _, _, tokens in rows if temperature == "0.0"}
+
+
 def soak() -> Record:
     """``answers``: those that nobody left."""
     cells = runs.fields("soak")["cells"]
