@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import DOCS, ROOT, load, provenance, save
-from kvcache.testing.bench.timing import processor_seconds
+from benchmarks.timing import processor_seconds
 
 RUNS = DOCS / "benchmarks" / "runs"
 

@@ -12,14 +12,13 @@ from kvcache import (
     Cache,
     CausalCache,
     ChunkedCache,
+    CompressedCache,
     EncoderCache,
     ShiftFunction,
     SlidingWindowCache,
     StateCache,
     WrapperCache,
 )
-from kvcache.caches.wrapper import unwrapped
-from kvcache.integrations.rows.compressed import CompressedCache
 
 __all__ = ["CHUNKED", "COMPRESSED", "FULL", "SLIDING", "Kind", "ModelCaches", "Top", "batch_of_rows"]
 
@@ -85,9 +84,10 @@ class ModelCaches:
     def over(cls, kinds: Iterable[Kind], cache: Any) -> ModelCaches:
         """The caches combined in ``cache``: for these kinds of attention, and for states if it has more."""
         family = cls.__new__(cls)
-        family.tops, family.all, family.encoder = unwrapped(cache), cache, None
-        family.caches = dict(zip(dict.fromkeys(kinds), family.tops, strict=False))
-        family.states = next(iter(family.tops[len(family.caches) :]), None)
+        family.all, family.encoder = cache, None
+        parts: Any = cache.caches if isinstance(cache, WrapperCache) else [cache]
+        family.tops, family.caches = parts, dict(zip(dict.fromkeys(kinds), parts, strict=False))
+        family.states = next(iter(parts[len(family.caches) :]), None)
         return family
 
     @property

@@ -86,7 +86,7 @@ def check_options(op: str, options: CacheOptions) -> None:
         named or hasattr(backend, "new_context"),
     )  # fmt: skip
     if isinstance(backend, str):
-        known = sorted(ml.plugins.registry().specs())
+        known = sorted(ml.backend_specs())
         if backend not in known:
             raise ArgumentError(
                 f"{op}: no backend {backend!r}; known: {', '.join(known)}; None follows the model"

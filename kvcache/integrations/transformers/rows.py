@@ -20,6 +20,7 @@ from kvcache import (
     Batch,
     CacheFullError,
     CausalCache,
+    DenseBatch,
     EncoderCache,
     InvalidRangeError,
     KVCacheError,
@@ -29,8 +30,8 @@ from kvcache import (
 )
 from kvcache.integrations.conversations import check_missing
 from kvcache.integrations.rows.caches import CHUNKED, FULL, SLIDING, Kind, batch_of_rows
-from kvcache.integrations.rows.dense_batch import DenseBatch, read_encoded
 from kvcache.integrations.rows.sequences import ClaimedRows, SharedSequence
+from kvcache.integrations.transformers.encoded import read_encoded
 from kvcache.integrations.transformers.kinds import Trait, grows
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.pool import CachePool
@@ -309,7 +310,7 @@ class BatchRows(ClaimedRows):
         if reading is None:
             reading = current.readings[kind] = self.reading(kind, current.begin)
         recorded = torch.is_grad_enabled() and is_recorded(key, value)
-        pair = None if recorded else pool.step(kind, reading, layer, key, value)
+        pair = None if recorded else pool.step(reading, layer, key, value)
         if pair is None:
             self._put(pool.family.caches[kind], layer, key, value)
             pool.learn_views(kind, layer, key)

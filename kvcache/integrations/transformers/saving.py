@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 import ml
+from kvcache import Snapshot, deserialize, serialize
 from kvcache.integrations.transformers.bridge import dtype_of, torch_dtype
-from kvcache.snapshots.serialize import deserialize, serialize
-from kvcache.snapshots.snapshot import Snapshot
 from kvcache.stores import SerializedSnapshot, SnapshotCorruptError, SnapshotStore, put_snapshot
 
 __all__ = ["HFSnapshot", "like_of", "load", "save"]
