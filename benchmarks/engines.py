@@ -184,7 +184,8 @@ SERVERS = {
     "transformers serve, continuous batching": THEIRS
     + " --continuous-batching --cb-num-blocks 1024 --cb-max-batch-tokens 1024",
     "vllm serve": "-m vllm.entrypoints.openai.api_server --model {model} --port {port} --host 127.0.0.1"
-    f" --dtype float32 --max-model-len {CAPACITY} --max-num-seqs {SEQUENCES} --enforce-eager",
+    # Blocks as small as its attention on CPUs takes: of 128, the default, clients would share none.
+    f" --dtype float32 --max-model-len {CAPACITY} --max-num-seqs {SEQUENCES} --enforce-eager --block-size 32",
     "kvcache serve, mlx-lm's model": OURS.replace("{}", "mlx-lm"),
     "mlx_lm.server": "-m mlx_lm server --model {model} --port {port} --log-level ERROR"
     f" --decode-concurrency {SEQUENCES} --prompt-concurrency {SEQUENCES}",

@@ -50,7 +50,8 @@ def run() -> None:
     import pytest
 
     cells = Cells()
-    if code := pytest.main(["-q", "-p", "no:cacheprovider", suite()], plugins=[cells]):
+    warnings = [] if suite() == HERE else ["-W", "default"]  # runtimes warn as they are imported
+    if code := pytest.main(["-q", "-p", "no:cacheprovider", *warnings, suite()], plugins=[cells]):
         sys.exit(int(code))
     record = load(RECORD)
     for face, dimension, tier, *crossed in cells.found:

@@ -33,9 +33,11 @@ RESULT = "RESULT "
 
 @dataclass(frozen=True)
 class Found:
-    """Of one process: seconds to the first token, tokens of the prompt that were not computed, the answer."""
+    """Of one process: seconds to the first token, by the clock and of the processor; tokens of the prompt
+    that were not computed; the answer."""
 
     first: float
+    own: float
     cached: int
     tokens: list[int]
 
@@ -69,16 +71,18 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
         for name in ("computes and stores", "reads"):
             rows.setdefault(f"ExampleConnector, {name}", []).append(ask({**given, "example": theirs}))
     expected = rows["vLLM alone"][0].tokens
-    alone = statistics.median(found.first for found in rows["vLLM alone"])
+    alone = statistics.median(found.own for found in rows["vLLM alone"])
     model = f"a Llama of {SIZES['num_hidden_layers']} layers of {SIZES['hidden_size']}"
     print(f"\n{machine()}; {model}, {options.dtype}, a prompt of {options.tokens}, {options.rounds} rounds\n")
-    print("| | first token, s | of vLLM alone | not computed | tokens |\n|---|---|---|---|---|")
+    head = ("", "first token, s", "of the processor", "of vLLM alone", "not computed", "tokens")
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     for name, found in rows.items():
-        seconds = sorted(one.first for one in found)
+        clock = statistics.median(one.first for one in found)
+        seconds = sorted(one.own for one in found)
         middle = statistics.median(seconds)
         same = "equal" if all(one.tokens == expected for one in found) else "**others**"
         spread = f"{middle:.2f} ({seconds[0]:.2f} to {seconds[-1]:.2f})"
-        print(f"| {name} | {spread} | {middle / alone:.2f} | {found[0].cached} | {same} |")
+        print(f"| {name} | {clock:.2f} | {spread} | {middle / alone:.2f} | {found[0].cached} | {same} |")
 
 
 def ask(given: dict[str, Any]) -> Found:
@@ -129,26 +133,27 @@ def one(
         generate(engine, f"again{seed}", [seed] * 40)
     time.sleep(3)  # what is stored of these has left the queue
     os.sync()
-    first, cached, tokens = generate(
+    first, own, cached, tokens = generate(
         engine, "prompt", [(i * 7919 + 13) % SIZES["vocab_size"] for i in range(length)]
     )
     engine.engine_core.shutdown()
-    return {"first": first, "cached": cached, "tokens": tokens}
+    return {"first": first, "own": own, "cached": cached, "tokens": tokens}
 
 
-def generate(engine: Any, name: str, prompt: list[int]) -> tuple[float, int, list[int]]:
+def generate(engine: Any, name: str, prompt: list[int]) -> tuple[float, float, int, list[int]]:
     from vllm import SamplingParams
 
     settings = SamplingParams(temperature=0, max_tokens=NEW, detokenize=False, ignore_eos=True)
-    begun = time.perf_counter()
+    clock, own = time.perf_counter(), time.process_time()
     engine.add_request(name, {"prompt_token_ids": prompt}, settings)
-    first, found = 0.0, None
+    first, found = (0.0, 0.0), None
     while engine.has_unfinished_requests():
         for output in engine.step():
+            if found is None:
+                first = time.perf_counter() - clock, time.process_time() - own
             found = output
-            first = first or time.perf_counter() - begun
     assert found is not None
-    return first, found.num_cached_tokens or 0, [*found.outputs[0].token_ids]
+    return *first, found.num_cached_tokens or 0, [*found.outputs[0].token_ids]
 
 
 if __name__ == "__main__":

@@ -184,7 +184,7 @@ class OfEngine(Asked):
                 ["adapter", "version", "scale"],
                 "a request can name none; those that a model of transformers or mlx-lm has are watched",
             ),
-            **dict.fromkeys(["image", "place", "embeddings"], "a prompt is token ids"),
+            **dict.fromkeys(["image", "place", "embeddings"], "what is given beside token ids is refused"),
         },
     )
 
