@@ -298,10 +298,11 @@ def main(arguments: list[str] | None = None) -> int:
     if not any(path.is_file() for path in paths):
         repository = REPOSITORIES[options.peer]
         raise SystemExit(f"{paths[0]} is not there; --source is the source of github.com/{repository}")
+    paths = [path for path in paths if not options.file or path.name in options.file]
     for path in paths:
         if not path.is_file():
             print(f"not run: {path} is not there")
-    paths = [path for path in paths if path.is_file() and (not options.file or path.name in options.file)]
+    paths = [path for path in paths if path.is_file()]
     os.environ["HF_HUB_OFFLINE"] = "1"  # what a test would download is missed at once
     peer: Peer = importlib.import_module(f"benchmarks.peers_{options.peer.replace('-', '_')}")
     counts: Counter[str] = Counter()
