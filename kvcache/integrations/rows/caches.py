@@ -101,6 +101,12 @@ class ModelCaches:
         return [cache for cache in self.tops if isinstance(cache, CausalCache) and _reach(cache) is None]
 
     @property
+    def indivisible(self) -> list[int]:
+        """The numbers in ``tops`` of windows and states, whose content cannot be cut at any position."""
+        kinds = (SlidingWindowCache, StateCache, CompressedCache)
+        return [n for n, cache in enumerate(self.tops) if isinstance(cache, kinds)]
+
+    @property
     def forgets(self) -> bool:
         """Whether one of the caches has room only for a window and a pass."""
         return any(_reach(cache) is not None for cache in self.tops)

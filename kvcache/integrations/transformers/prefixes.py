@@ -19,6 +19,7 @@ from kvcache import (
     NotSupportedError,
     PrefixCache,
     Session,
+    Snapshot,
     Turns,
     in_turn,
     layers_of_cache,
@@ -59,6 +60,11 @@ class HFSession(Conversation):
         super().__init__(session, self.cache.rows, self.cache.get_seq_length)
         self.cache.rows.limit = owner.limit
         session.complete = self.cache.rows.complete
+        self.cache.rows.session_snapshots = self._snapshots
+
+    @in_turn
+    def _snapshots(self, inside: int | None) -> Sequence[Snapshot]:
+        return self._session.snapshots(inside)
 
     @in_turn
     def prefill(self, size: int = 512) -> None:
