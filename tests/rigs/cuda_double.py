@@ -373,7 +373,7 @@ def cuda_double(count: int = 1) -> Iterator[Transfers]:
             stack.enter_context(mock.patch.object(torch.cuda, name, body))
         stack.enter_context(_no_kernels())
         # It makes a view past every dispatch.
-        stack.enter_context(mock.patch.object(store, "_alias", store._strided))
+        stack.enter_context(mock.patch.object(store, "alias", store._strided))
         devices = stack.enter_context(_Devices())
         stack.enter_context(_Bindings(devices))
         yield devices.transfers
