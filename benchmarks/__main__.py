@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.pages import DOCS
-from kvcache.testing.bench.timing import Foreign
+from benchmarks.timing import Foreign
 
 MODULES = {
     "put_get_torch": "put_get", "put_get_mlx": "put_get", "tail": "put_get", "attention_mlx": "attention",

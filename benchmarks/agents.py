@@ -33,9 +33,9 @@ import numpy as np
 import kvcache
 import ml
 from benchmarks.pages import DOCS, axes_of, legend, load, save, show, svg, table
+from benchmarks.timing import machine
 from kvcache import Batch, HostTier, PrefixCache, PrefixOptions, Session
 from kvcache.stores import FileStore
-from kvcache.testing.bench.timing import machine
 
 RECORD, WHOLE = "agents.json", "agents-whole.json"
 """Of the first requests, and of the whole trace."""

@@ -13,8 +13,7 @@ import ml.nn
 from benchmarks.put_get import DTYPES, GROUPS, Framework, opened
 from benchmarks.report import Row, rows_of
 from kvcache import Batch, CausalCache
-from kvcache.testing.bench.decoding import DIM, HEADS
-from kvcache.testing.bench.timing import Contender
+from kvcache.testing.bench import DIM, HEADS, Contender
 
 SCALE = DIM**-0.5
 SEQUENCES, EACH = 8, 4096

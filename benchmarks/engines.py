@@ -41,10 +41,10 @@ import numpy as np
 import ml
 from benchmarks.models import transformers_llama
 from benchmarks.pages import DOCS, load, save, table
-from kvcache.testing.bench.timing import Foreign, machine
-from kvcache.testing.servers import free_port
+from benchmarks.timing import Foreign, machine
 from kvcache_engine import Engine, EngineOptions, GenerationOptions, load_model
 from kvcache_engine.requests import Token
+from tests.rigs.servers import free_port
 
 RECORD = "engines.json"
 SEQUENCES, CAPACITY = 32, 512

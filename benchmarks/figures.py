@@ -201,8 +201,14 @@ def census() -> Record:
 
 
 def mutation() -> Record:
-    noticed = [area["noticed"] for area in load(DOCS / "mutation.json").values()]
-    return {"least": min(noticed), "most": max(noticed)}
+    scores = [area["score"] for area in load(DOCS / "mutation.json").values()]
+    return {"least": min(scores), "most": max(scores)}
+
+
+def speculation() -> Record:
+    """Tokens per pass at temperature 0, by draft."""
+    _, *rows = runs.fields("speculation")["tables"][0]
+    return {draft: float(tokens) for draft, temperature, _, _, tokens in rows if temperature == "0.0"}
 
 
 def soak() -> Record:

@@ -21,9 +21,9 @@ from pathlib import Path
 import xxhash
 
 from benchmarks.pages import show
+from benchmarks.timing import machine
 from kvcache.stores import FileStore
 from kvcache.stores.manifest import ENTRY, Manifest
-from kvcache.testing.bench.timing import machine
 
 NBYTES = 1000
 """Of each entry."""

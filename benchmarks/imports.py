@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from benchmarks.report import Row, summary
-from kvcache.testing.bench.timing import Contender, interleave
+from kvcache.testing.bench import Contender, interleave
 
 _NUMPY_PATH = """
 import sys, ml, kvcache

@@ -20,7 +20,7 @@ import numpy as np
 
 import ml
 from benchmarks.pages import DOCS, fill, load, save, table
-from kvcache.testing.bench.timing import machine
+from benchmarks.timing import machine
 from kvcache_engine.engine import Engine
 from kvcache_engine.loading import bundled_model, load_model
 from kvcache_engine.options import EngineOptions

@@ -54,7 +54,7 @@ except RanksError as error:
 
 
 def main() -> None:
-    specs = ml.plugins.registry().specs()
+    specs = ml.backend_specs()
     print("| | seconds | exit code, lines, ranks left |\n|---|---|---|")
     for name in ("torch", "mlx"):
         launcher = specs[name].launcher

@@ -19,15 +19,16 @@ from valkey.exceptions import InvalidResponse, ResponseError
 
 from kvcache.stores import ValkeyStore
 from kvcache.stores.valkey import link
-from kvcache.stores.valkey.replies import BLOCK, Replies
-from kvcache.testing.servers import ValkeyServer
+from tests.rigs.servers import ValkeyServer
 
 _NONE = object()
+_BLOCK = 1 << 19
+"""Bytes that a digest is updated with at a time."""
 _MOST = 1 << 23
 """Bytes that may come before a reply is whole: more than any that the store asks for."""
 
 
-class _ByLibrary(Replies):
+class _ByLibrary(link.Replies):
     def on_connect(self, connection: Any, **kwargs: Any) -> None:
         super().on_connect(connection)
         self._reader = libvalkey.Reader(
@@ -57,8 +58,8 @@ class _ByLibrary(Replies):
         self, length: int, view: memoryview, update: Callable[[memoryview], object] | None = None
     ) -> None:
         view[:] = self._value[: len(view)]
-        for start in range(0, len(view) if update is not None else 0, BLOCK):
-            update(view[start : start + BLOCK])  # type: ignore[misc]
+        for start in range(0, len(view) if update is not None else 0, _BLOCK):
+            update(view[start : start + _BLOCK])  # type: ignore[misc]
 
     def _next(self) -> Any:
         came = 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import ml
 from benchmarks.report import Row
 from kvcache import Batch, CausalCache
-from kvcache.testing.bench.decoding import DIM, HEADS
+from kvcache.testing.bench import DIM, HEADS
 
 LAYERS, CAPACITY, CHUNK = 8, 16384, 512
 

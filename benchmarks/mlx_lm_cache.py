@@ -19,8 +19,9 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
+from benchmarks.timing import machine
 from kvcache.integrations.mlx_lm import CachePool
-from kvcache.testing.bench.timing import Contender, interleave, machine
+from kvcache.testing.bench import Contender, interleave
 
 STEPS = 16
 """Tokens of a round."""

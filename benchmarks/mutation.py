@@ -84,14 +84,17 @@ AREAS = {
     ),
     "read plan": Area(
         (
-            "kvcache/integrations/rows/dense_batch.py",
             *_files(
-                "kvcache/attention/", "batch", "forward_pass", "fixed_shapes", "masks", "plan", "history"
+                "kvcache/attention/",
+                *("batch", "forward_pass", "fixed_shapes", "masks", "plan", "history", "dense_batch"),
+                *("pass_reads", "layer_cells"),
             ),
         ),
         (
-            "tests/integrations/test_dense_batch.py",
-            *_files("tests/kvcache/attention/test_", "fixed_shapes", "large_masks"),
+            *_files(
+                "tests/kvcache/attention/test_",
+                *("dense_batch", "uneven_batches", "pass_reads", "fixed_shapes", "large_masks"),
+            ),
             *("tests/kvcache/caches/test_order.py", TRACES),
             *_in_suite(READING),
             *("-k", "not torch and not mlx and not cupy and not jax and not graph"),

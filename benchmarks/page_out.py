@@ -17,8 +17,9 @@ import numpy as np
 
 import ml
 from benchmarks.pages import milliseconds, show
+from benchmarks.timing import machine
 from kvcache import Batch, CausalCache, HostTier, PrefixCache, PrefixOptions, RecurrentCache
-from kvcache.testing.bench.timing import Contender, interleave, machine
+from kvcache.testing.bench import Contender, interleave
 from ml import DType
 
 LAYERS, HEADS, DIM = 4, 8, 128

@@ -14,7 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from kvcache.testing.bench.timing import Sample, machine
+from benchmarks.timing import machine
+from kvcache.testing.bench import Sample
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ import numpy as np
 
 import kvcache
 import ml
-from benchmarks import peers_ollama
+from benchmarks import peers_ollama, peers_sources
 from benchmarks.pages import DOCS, fill, load, save, table
 from kvcache.testing import (
     AREAS,
@@ -253,6 +252,58 @@ class Fp8(Transformers):
 
 class Quanto(Transformers):
     kind = "quanto"
+
+
+class ConvStates(Transformers):
+    """The states of a layer of linear attention: what a convolution over the last few tokens reads."""
+
+    def __init__(self, span: Span, sequences: int) -> None:
+        from transformers import DynamicCache, LlamaConfig
+
+        CacheDriver.__init__(self, span, sequences)
+        config = LlamaConfig(num_hidden_layers=1)
+        config.layer_types = ["linear_attention"]
+        self.cache = DynamicCache(config=config)
+
+    def feed(self, tokens: Tokens) -> Seen:
+        import torch
+
+        length = max(map(len, tokens))
+        padded = torch.tensor([[0] * (length - len(row)) + [*row] for row in tokens])
+        rows = self.updated(padded).tolist()
+        ends = range(len(rows[0]) - length + 1, len(rows[0]) + 1)
+        window = self.span.window or 0
+        return [
+            [[x for x in row[max(0, end - window) : end] if x] for end in ends[length - len(new) :]]
+            for row, new in zip(rows, tokens, strict=True)
+        ]
+
+    def updated(self, padded: Any) -> Any:
+        """The tokens that were kept, and those behind them."""
+        return self.cache.update_conv_state(padded[:, None], 0, conv_kernel_size=self.span.window)[:, 0]
+
+    def crop(self, count: int) -> None:
+        if not self.cache.is_croppable:
+            raise kvcache.NotSupportedError("is_croppable is False")
+        self.cache.crop(-count)
+
+    def select(self, rows: Sequence[int]) -> None:
+        import torch
+
+        self.cache.reorder_cache(torch.tensor(rows))
+
+
+class RecurrentStates(ConvStates):
+    """Its recurrent states: here the last few tokens, which the model takes from the cache and gives back."""
+
+    def updated(self, padded: Any) -> Any:
+        import torch
+
+        before = self.cache.layers[0].recurrent_states[0]
+        rows = padded if before is None else torch.cat([before, padded], 1)
+        new = torch.nn.functional.pad(rows, (self.span.window, 0))[:, -self.span.window :]
+        self.cache.update_recurrent_state(new, 0)
+        return rows
 
 
 class MlxLm(CacheDriver):
@@ -661,7 +712,7 @@ class VllmCpu(Vllm):
 QUANTO = "QuantizedCache, quanto"
 """It takes optimum-quanto, which only the extra [bench] installs."""
 NANO = "BlockManager"
-"""It takes a checkout of nano-vllm, which no package index has: ``--nano-vllm``."""
+"""Its source is not in a package index."""
 CACHES: dict[str, tuple[str, str, type[CacheDriver], Span]] = {
     "CausalCache": ("ml-kvcache", "full", Ours, FULL),
     "SlidingWindowCache": ("ml-kvcache", "window", Ours, WINDOW),
@@ -674,6 +725,8 @@ CACHES: dict[str, tuple[str, str, type[CacheDriver], Span]] = {
     "StaticCache, chunked": ("transformers", "chunk", Static, CHUNK),
     "QuantizedCache, fp8": ("transformers", "full", Fp8, FULL),
     QUANTO: ("transformers", "full", Quanto, FULL),
+    "DynamicCache, conv": ("transformers", "state", ConvStates, WINDOW),
+    "DynamicCache, recurrent": ("transformers", "state", RecurrentStates, WINDOW),
     "KVCache": ("mlx-lm", "full", MlxLm, FULL),
     "QuantizedKVCache": ("mlx-lm", "full", MlxQuantized, FULL),
     "RotatingKVCache": ("mlx-lm", "window", MlxRotating, WINDOW),
@@ -766,10 +819,9 @@ def _cell(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers_caches", description=__doc__)
-    parser.add_argument("--only", default="", help="those caches whose names have this")
+    parser.add_argument("--only", default="", help='those caches that have this in "project: name"')
     parser.add_argument("--traces", type=int, default=TRACES, help="random traces of each area")
     parser.add_argument("--out", type=Path, default=DOCS, help="the folder of the page and its record")
-    parser.add_argument("--nano-vllm", type=Path, help="a checkout of github.com/GeeeekExplorer/nano-vllm")
     options = parser.parse_args()
     record = {"versions": {}, "caches": {}, **load(options.out / RECORD)}
     found = {one: _version(one) for packages in PACKAGES.values() for one in packages}
@@ -780,15 +832,17 @@ def main() -> None:
         project: {one: found[one] for one in PACKAGES[project] if one not in missing} for project in PACKAGES
     }
     versions["Ollama"] = {"Ollama": peers_ollama.COMMIT[:10]}
-    if options.nano_vllm is None:
-        left_out.add(NANO)
-    else:
-        NanoVllm.source = options.nano_vllm
-        asked = ["git", "-C", str(NanoVllm.source), "rev-parse", "--short=10", "HEAD"]
-        commit = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
-        versions["nano-vllm"] = {"nano-vllm": commit}
-    for name, (project, *_) in CACHES.items():
-        if options.only in name and name not in left_out:
+    chosen = [name for name, (project, *_) in CACHES.items() if options.only in f"{project}: {name}"]
+    if NANO in chosen:
+        try:
+            NanoVllm.source = peers_sources.source_of("nano-vllm")
+            versions["nano-vllm"] = {"nano-vllm": peers_sources.commit_of(NanoVllm.source)[:10]}
+        except peers_sources.NoSourceError as error:
+            print(f"{NANO} is left out: {error}")
+            left_out.add(NANO)
+    for name in chosen:
+        project = CACHES[name][0]
+        if name not in left_out:
             print(f"{name} ...", flush=True)
             record["caches"][name] = outcomes(name, options.traces)
             record["versions"] |= versions.get(project, {})

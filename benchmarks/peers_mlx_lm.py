@@ -24,7 +24,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from benchmarks.peers_tests import SHAPE, load, named, tokenizer
 from kvcache import InvalidRangeError, NotSupportedError
 from kvcache.integrations import mlx_lm as integration
-from kvcache.integrations.mlx_lm.layers import flat
 
 LEFT_OUT: dict[str, str] = {}
 """Patterns of tests that are not run, and why."""
@@ -41,7 +40,7 @@ _ROOM = 1 << 28
 def _new_pool(layers: Any, model: Any = None, max_kv_size: int | None = None) -> integration.CachePool:
     """Room for 16 sequences of 512 tokens, or what of it is no more than 256 MiB: some models are large."""
     per_token, states = 1, 1
-    for layer in flat(layers):
+    for layer in (one for entry in layers for one in getattr(entry, "layers", (entry,))):
         if isinstance(layer, integration.Attention):
             per_token += 4 * (layer.kv_heads or 0) * ((layer.key_dim or 0) + (layer.value_dim or 0))
         else:

@@ -1,13 +1,11 @@
 """The tests that a peer ships for its own cache, run on ours.
 
-``python -m benchmarks.peers_tests PEER [--source DIR]``; ``make test-peers`` runs all of them, each in the
-environment that has the peer.
+``python -m benchmarks.peers_tests PEER``; ``make test-peers`` runs all of them, each in the environment that
+has the peer.
 
-DIR is the peer's source at the version that is installed. Without it the source distribution of that
-version is fetched from the package index: transformers' has the tests of the export alone, and a checkout
-has the rest. None of its code is copied: the test files are run where they lie, with our classes in the
-places of those that we stand in for, and small models with random weights in the places of those that the
-files would download.
+``peers_sources`` says where the peer's source is from; without one nothing is run, and the reason is printed.
+The test files are run where they lie, with our classes in the places of those that we stand in for, and small
+models with random weights in the places of those that the files would download.
 """
 
 from __future__ import annotations
@@ -18,10 +16,7 @@ import importlib
 import importlib.util
 import os
 import re
-import subprocess
 import sys
-import tarfile
-import tempfile
 import time
 import unittest
 from collections import Counter
@@ -29,7 +24,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -37,55 +31,24 @@ from typing import Any, Protocol
 import pytest
 
 from benchmarks import pages
+from benchmarks.peers_sources import REPOSITORIES, NoSourceError, described, installed, source_of
 
 KINDS = ("passed", "failed", "not ours")
 """Always counted; "skipped", "left out", "alike" and "theirs too" where they occur."""
 
 FILES = {
-    "mlx-lm": ("ml-explore/mlx-lm", "test_prompt_cache.py test_generate.py test_server.py test_models.py"),
-    "transformers": (
-        "huggingface/transformers",
-        "utils/test_cache_utils.py test_executorch.py generation/test_utils.py",
-    ),
+    "mlx-lm": "tests/ test_prompt_cache.py test_generate.py test_server.py test_models.py",
+    "transformers": "tests/ utils/test_cache_utils.py test_executorch.py generation/test_utils.py",
     "lmcache": (
-        "LMCache/LMCache",
-        (
-            "v1/storage_backend/test_fs_connector.py v1/test_connector.py "
-            "v1/distributed/test_mock_l2_adapter.py v1/distributed/test_fault_inject_l2_adapter.py"
-        ),
+        "tests/ v1/storage_backend/test_fs_connector.py v1/test_connector.py "
+        "v1/distributed/test_mock_l2_adapter.py v1/distributed/test_fault_inject_l2_adapter.py"
     ),
-    "vllm": ("vllm-project/vllm", "v1/core/test_scheduler.py v1/core/conformance/test_connector_tier.py"),
+    "vllm": "tests/ v1/core/test_scheduler.py v1/core/conformance/test_connector_tier.py",
+    "sglang": "test/registered/unit/mem_cache/ test_hicache_file_lru_unit.py",
 }
-"""The repository of each peer on GitHub, and its tests of caches: those that are there are run."""
-
+"""The folder of each peer's tests, and those of caches: those that are there are run."""
 
 RECORD, PAGE = "benchmarks/peers-tests.json", "models.md"
-
-FETCHED = Path(__file__).parents[1] / ".peers"
-"""Source distributions, by their names."""
-
-
-def installed(peer: str) -> str:
-    """The version, of vLLM's build for CPUs too."""
-    with contextlib.suppress(PackageNotFoundError):
-        return version(peer)
-    return version(f"{peer}-cpu")
-
-
-def fetched(peer: str) -> Path:
-    """The unpacked source distribution of the version that is installed, which is fetched once."""
-    number = installed(peer)
-    release = f"{peer.replace('-', '_')}-{number}"
-    if not (FETCHED / release).is_dir():
-        with tempfile.TemporaryDirectory() as folder:
-            asked = f"--quiet --no-deps --no-build-isolation --no-binary {peer} --dest {folder}".split()
-            command = [sys.executable, "-m", "pip", "download", *asked, f"{peer}=={number}"]
-            # pip asks for metadata: vLLM's then needs no device, and does not add one to its version.
-            told = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": number, "NO_CUDA_EXT": "1"}
-            subprocess.run(command, check=True, env={**os.environ, **told})
-            with tarfile.open(Path(folder) / f"{release}.tar.gz") as archive:
-                archive.extractall(FETCHED, filter="data")
-    return FETCHED / release
 
 
 class Peer(Protocol):
@@ -309,7 +272,8 @@ def table_of(record: Mapping[str, Any]) -> str:
             theirs = count["alike"] + count["theirs too"]
             rest = sum(count.values()) - count["passed"] - count["failed"] - theirs
             shown = (count["passed"], count["failed"], theirs, rest)
-            rows.append([f"{peer} {found['version']}, `{file}`", *map(str, shown), f"{found['seconds']}"])
+            tests = f"`{file}`" + (f" at {found['source']}" if found.get("source") else "")
+            rows.append([f"{peer} {found['version']}, {tests}", *map(str, shown), f"{found['seconds']}"])
     head = ["tests of", "passed", "failed", "fail on the runtime's own too"]
     return pages.table([*head, "not about these classes, skipped, or left out", "s"], rows)
 
@@ -317,27 +281,36 @@ def table_of(record: Mapping[str, Any]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers_tests", description=__doc__)
     parser.add_argument("peer", choices=FILES)
-    parser.add_argument("--source", type=Path, help="the peer's source; its source distribution by default")
+    parser.add_argument("--source", type=Path, help="the peer's source")
     parser.add_argument("--file", action="append", default=[], help="run the test files of this name only")
     parser.add_argument("--case", action="append", default=[], help="run the test cases of this name only")
     parser.add_argument(
         "--record", action="store_true", help=f"into docs/{RECORD}, and its table into docs/{PAGE}"
     )
     options = parser.parse_args(arguments)
-    options.source = options.source or fetched(options.peer)
-    repository, names = FILES[options.peer]
-    paths = [options.source / "tests" / name for name in names.split()]
+    try:
+        options.source = options.source or source_of(options.peer)
+    except NoSourceError as error:
+        print(f"not run: {error}")
+        return 0
+    folder, *names = FILES[options.peer].split()
+    paths = [options.source / folder / name for name in names]
     if not any(path.is_file() for path in paths):
+        repository = REPOSITORIES[options.peer]
         raise SystemExit(f"{paths[0]} is not there; --source is the source of github.com/{repository}")
-    paths = [path for path in paths if path.is_file() and (not options.file or path.name in options.file)]
+    paths = [path for path in paths if not options.file or path.name in options.file]
+    for path in paths:
+        if not path.is_file():
+            print(f"not run: {path} is not there")
+    paths = [path for path in paths if path.is_file()]
     os.environ["HF_HUB_OFFLINE"] = "1"  # what a test would download is missed at once
     peer: Peer = importlib.import_module(f"benchmarks.peers_{options.peer.replace('-', '_')}")
     counts: Counter[str] = Counter()
     with peer.prepared(paths) as (modules, used):
         for path, module in zip(paths, modules, strict=True):
-            file, began = str(path.relative_to(options.source / "tests")), time.process_time()
+            file, began = str(path.relative_to(options.source / folder)), time.process_time()
             tests: dict[str, dict[str, str]] = {}
-            print(f"tests/{file}:")
+            print(f"{folder}{file}:")
             chosen = options.case
             found = (
                 run_pytest(peer, module, options.source, used, chosen)
@@ -351,7 +324,11 @@ def main(arguments: list[str] | None = None) -> int:
             seconds = round(time.process_time() - began)
             print(f"{seconds} s of the processor")
             if options.record:
-                kept = {"version": installed(options.peer), "seconds": seconds, "tests": tests}
+                source = described(options.source)
+                kept = {
+                    "version": installed(options.peer), **({"source": source} if source else {}),
+                    "seconds": seconds, "tests": tests,
+                }  # fmt: skip
                 _keep(options.peer, file, kept)
     for kind in (*KINDS, *sorted(counts.keys() - {*KINDS})):
         print(f"{kind}: {counts[kind]}")

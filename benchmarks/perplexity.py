@@ -21,9 +21,9 @@ from safetensors.numpy import save_file
 
 import ml
 from benchmarks.pages import show
+from benchmarks.timing import machine
 from examples.eviction import nats_of, pieces_of
 from kvcache import Batch, CausalCache
-from kvcache.testing.bench.timing import machine
 from kvcache_engine import Llama, Tokenizer, bundled_model, load_model
 from kvcache_engine.checkpoints.weights import open_weights
 from kvcache_engine.loading import load_config

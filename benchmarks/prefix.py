@@ -19,12 +19,13 @@ import kvcache
 import ml
 from benchmarks.models import SMALL, random_model
 from benchmarks.pages import milliseconds, show
+from benchmarks.timing import machine
 from kvcache import Batch, HostTier, PrefixCache, serialize
 from kvcache.prefix import loading as arriving
 from kvcache.prefix.loading import restore_serialized
 from kvcache.prefix.tree_entry import TreeEntry
 from kvcache.stores import FileStore
-from kvcache.testing.bench.timing import Contender, Trial, interleave, machine
+from kvcache.testing.bench import Contender, Trial, interleave
 from kvcache_engine.loading import load_model
 
 MIB = 1 << 20

@@ -12,10 +12,9 @@ import numpy as np
 import kvcache
 import ml
 from benchmarks.pages import show
+from benchmarks.timing import machine
 from kvcache import Batch, PrefixCache
 from kvcache.cache import SnapshotCache
-from kvcache.prefix.tree_entry import TreeEntry
-from kvcache.testing.bench.timing import machine
 
 SHORT = 16
 """Tokens of a short conversation."""
@@ -31,15 +30,10 @@ def seconds_of_a_prompt(conversations: int, tokens: int, rounds: int) -> tuple[l
         cache = kvcache.CausalCache()
         cache.init(backend, ml.DType.F16, 1, cells, cells)
         with PrefixCache(cache) as prefix:
-            _evaluate(cache, 0, conversations * SHORT)
             for i in range(conversations):
-                node = prefix.tree.radix_tree.add(
-                    prefix.tree.radix_tree.root, np.arange(i, i + SHORT) * conversations
-                )
-                snapshot = cache.snapshot(0, i * SHORT, (i + 1) * SHORT)
-                node.data = TreeEntry(0, snapshot)
-                prefix.tree.device.add(node, snapshot.nbytes)
-            cache.remove(0, 0)
+                session = prefix.begin(np.arange(i, i + SHORT) * conversations)
+                _evaluate(cache, session.seq, SHORT)
+                session.close()
             free = [_seconds(prefix, tokens, keep=False) for _ in range(rounds)]
             _seconds(prefix, tokens, keep=True)
             return free, [_seconds(prefix, tokens, keep=True) for _ in range(rounds)]

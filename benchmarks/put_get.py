@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -10,8 +9,8 @@ from typing import Any
 
 import ml
 from benchmarks.report import Row, rows_of
-from kvcache.testing.bench.decoding import DIM, HEADS, LAYERS, Decoding
-from kvcache.testing.bench.timing import Contender, Trial, interleave, joined
+from benchmarks.timing import joined
+from kvcache.testing.bench import DIM, HEADS, LAYERS, Contender, Decoding, Trial, floors_for, interleave
 
 GROUPS = 4
 """Query heads per KV head."""
@@ -88,7 +87,7 @@ class Case:
 
 
 def opened(framework: str) -> tuple[ml.Backend, Framework]:
-    hand = importlib.import_module(f"kvcache.integrations.bench_{framework}")
+    hand = floors_for(framework)
     if framework == "torch":
         hand.fix_threads(1)
         found = Framework(framework, hand, Decoding, LAYERS - 1, True)

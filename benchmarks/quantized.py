@@ -17,8 +17,9 @@ import numpy as np
 
 import ml
 from benchmarks.pages import show
+from benchmarks.timing import machine
 from kvcache import Batch, CausalCache
-from kvcache.testing.bench.timing import Contender, interleave, machine
+from kvcache.testing.bench import Contender, interleave
 
 HEADS, KV_HEADS, DIM, PART = 32, 8, 128, 512
 DTYPES = ("F32", "BF16", "Q8_0", "Q4_0", "ROTATED_Q4_0", "AFFINE8_32", "AFFINE4_32")

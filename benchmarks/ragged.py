@@ -26,8 +26,9 @@ from benchmarks.pages import DOCS, load, save
 from benchmarks.ragged_engine import engine, peers
 from benchmarks.ragged_hand import DIM, GROWTH, HEADS, KV, SCALE, Case, Hand, Ops
 from benchmarks.report import Row, rows_of, summary
+from benchmarks.timing import machine
 from kvcache import Batch, CausalCache
-from kvcache.testing.bench.timing import Contender, Trial, interleave, machine
+from kvcache.testing.bench import Contender, Trial, interleave
 from kvcache_engine import bundled_model
 
 RECORD = "ragged.json"

@@ -26,8 +26,8 @@ import ml
 from benchmarks.hosts.network import unavailable
 from benchmarks.hosts.processes import end_in_order
 from benchmarks.pages import show
+from benchmarks.timing import machine
 from benchmarks.two_hosts import GIGABIT, PLANS, Machines, questions
-from kvcache.testing.bench.timing import machine
 from kvcache_engine import GenerationOptions, Token, load_model
 from kvcache_engine.engine import Engine, EngineOptions
 from kvcache_engine.loading import load_config

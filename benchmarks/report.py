@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.pages import DOCS, axes_of, filled, legend, load, packages, save, svg, table
-from kvcache.testing.bench.timing import Trial, machine
+from benchmarks.timing import machine
+from kvcache.testing.bench import Trial
 
 PARTS = (
     "put_get_torch", "put_get_mlx", "tail", "attention", "attention_mlx", "start_forward", "whole_model",

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import DOCS, ROOT, load, provenance, save
-from kvcache.testing.bench.timing import processor_seconds
+from benchmarks.timing import processor_seconds
 
 RUNS = DOCS / "benchmarks" / "runs"
 
 
 def run(command: str) -> dict[str, Any]:
-    """Run a command now. ``foreign_cores`` of its record is what other processes kept busy meanwhile."""
+    """Run a command now. In its record, ``processor`` is the time of the processor that it took, in seconds,
+    and ``foreign_cores`` what other processes kept busy meanwhile.
+    """
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
     record = provenance(command)
     began, busy, own = time.perf_counter(), processor_seconds(), _children()
@@ -35,11 +37,10 @@ def run(command: str) -> dict[str, Any]:
         text=True,
         check=True,
     )
-    seconds = time.perf_counter() - began
+    seconds, used = time.perf_counter() - began, _children() - own
     if busy is not None:
-        others = (processor_seconds() or 0.0) - busy - (_children() - own)
-        record["foreign_cores"] = max(0.0, others / seconds)
-    return record | {"seconds": seconds, "printed": done.stdout.splitlines()}
+        record["foreign_cores"] = max(0.0, ((processor_seconds() or 0.0) - busy - used) / seconds)
+    return record | {"seconds": seconds, "processor": used, "printed": done.stdout.splitlines()}
 
 
 def _children() -> float:

@@ -31,12 +31,12 @@ import httpx
 import ml
 from benchmarks.engines import listening
 from benchmarks.pages import show
+from benchmarks.timing import machine
 from kvcache.cache import Batch
-from kvcache.testing.bench.timing import machine
-from kvcache.testing.servers import ValkeyServer
 from kvcache_engine.loading import bundled_model, load_model
 from kvcache_engine.runtimes import Runtime, load_foreign
 from kvcache_engine.tokenizer import Tokenizer
+from tests.rigs.servers import ValkeyServer
 
 NEW, CAPACITY, SEQUENCES = 24, 192, 6
 TENANTS = ("", "a", "b")

@@ -17,7 +17,7 @@ from typing import Any
 import kvcache
 import ml
 from benchmarks.pages import show
-from kvcache.testing.bench.timing import machine
+from benchmarks.timing import machine
 from kvcache_engine.checkpoints.weights import open_weights
 from kvcache_engine.drafts import Draft, ModelDraft, prompt_lookup
 from kvcache_engine.generate import Generator

@@ -14,7 +14,7 @@ import numpy as np
 import ml
 from benchmarks.report import Row, summary
 from kvcache import Batch, CausalCache, SlidingWindowCache
-from kvcache.testing.bench.timing import Round
+from kvcache.testing.bench import Round
 
 GO = {
     (1024, 1, 1): 2.7, (8192, 1, 1): 20, (32768, 1, 1): 78, (131072, 1, 1): 290,

@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.timing import machine
 from benchmarks.transfer import MIB, SOCKET, floors, page, plain_socket, show, show_calls
 from kvcache.stores import FileStore, Keys, MemoryStore, SnapshotStore
-from kvcache.testing.bench.timing import Contender, machine
+from kvcache.testing.bench import Contender
 
 Found = dict[str, dict[str, Contender]]
 PART = 128 << 10
@@ -192,7 +193,7 @@ def valkey(entry: Entry, options: argparse.Namespace) -> None:
 
     from benchmarks.library import read_by_library
     from kvcache.stores import ValkeyStore
-    from kvcache.testing.servers import ValkeyServer
+    from tests.rigs.servers import ValkeyServer
 
     further = [f"--{word}" if i % 2 == 0 else word for i, word in enumerate(options.server)]
     limit = ("--maxmemory", str(FULL * entry.size), "--maxmemory-policy", "allkeys-lru")

@@ -24,7 +24,7 @@ import httpx
 import numpy as np
 
 from benchmarks.engines import listening
-from kvcache.testing.bench.timing import machine
+from benchmarks.timing import machine
 from kvcache_engine.loading import bundled_model
 from kvcache_engine.tokenizer import Tokenizer
 

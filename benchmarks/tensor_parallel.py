@@ -180,7 +180,7 @@ def measured(job: dict[str, Any], threads: int, found: dict[str, Any] | None = N
             "from benchmarks.tensor_parallel import rank_main; rank_main()",
         ]
         environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        launcher = ml.plugins.registry().specs()[job["backend"]].launcher
+        launcher = ml.backend_specs()[job["backend"]].launcher
         assert launcher is not None
         text = json.dumps({**job, "out": str(out)})
         try:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from benchmarks.pages import milliseconds, table
-from kvcache.testing.bench.timing import Contender, Trial
+from kvcache.testing.bench import Contender, Trial
 
 MIB = 1 << 20
 LAYERS = 32

@@ -27,9 +27,9 @@ from benchmarks import two_hosts_report as report
 from benchmarks.hosts.network import Network, unavailable
 from benchmarks.hosts.processes import Process, end_in_order, store_server
 from benchmarks.models import RANDOM, random_model
+from benchmarks.timing import Foreign, machine
 from benchmarks.two_hosts_report import Decided, Point
 from benchmarks.wire import link_speed
-from kvcache.testing.bench.timing import Foreign, machine
 from kvcache_engine import bundled_model
 from kvcache_engine.loading import load_config
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import transformers_llama
-from kvcache.testing.bench.timing import machine
+from benchmarks.timing import machine
 
 SIZES = {
     "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16,

@@ -12,8 +12,7 @@ import ml
 from benchmarks.models import RANDOM, STORIES, transformers_llama
 from benchmarks.report import Row
 from kvcache import Batch
-from kvcache.integrations import bench_torch
-from kvcache.testing.bench.timing import Contender, interleave
+from kvcache.testing.bench import Contender, interleave
 from kvcache_engine import Llama
 from kvcache_engine.models.families import parse_config
 
@@ -22,7 +21,7 @@ PART, ROOM = 512, 600
 
 
 def run(quick: bool, _: str) -> Iterator[Row]:
-    bench_torch.fix_threads(1)
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     models: dict[str, dict[str, Any]] = {}
     if (STORIES / "config.json").is_file():

@@ -25,6 +25,7 @@ PACKAGES = (
     "kvcache.integrations.sglang",
     "kvcache.integrations.lmcache",
     "kvcache.testing",
+    "kvcache.testing.bench",
     "kvcache_engine",
     "kvcache_engine.saved",
     "kvcache_engine.serve",

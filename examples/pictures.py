@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ml
-from kvcache import Batch, CausalCache, ChunkedCache, HostTier, SlidingWindowCache
-from kvcache.prefix.prefix_cache import PrefixCache
+from kvcache import Batch, CausalCache, ChunkedCache, HostTier, PrefixCache, SlidingWindowCache
 from kvcache.stores import MemoryStore
 from kvcache.views import Occupancy, Picture, look_at_mask, render
 

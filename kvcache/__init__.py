@@ -18,6 +18,10 @@ TYPE_CHECKING = False  # typing's, without the cost of importing typing
 if TYPE_CHECKING:
     from typing import Any
 
+    from kvcache.attention.dense_batch import DenseBatch
+    from kvcache.attention.layer_cells import LayerCells
+    from kvcache.attention.pass_reads import PassReads
+    from kvcache.attention.step_reads import StepReads
     from kvcache.cache import (
         Batch,
         Cache,
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
     )
     from kvcache.caches import branches
     from kvcache.caches.causal import CausalCache
+    from kvcache.caches.compressed import CompressedCache
     from kvcache.caches.encoder import EncoderCache
     from kvcache.caches.recurrent import RecurrentCache
     from kvcache.caches.states import StateCache
@@ -59,8 +64,10 @@ if TYPE_CHECKING:
     from kvcache.prefix.radix_tree import common_length
     from kvcache.prefix.retention import Retention, TokenRange
     from kvcache.prefix.session import Lookup
-    from kvcache.prefix.tiers import HostTier
+    from kvcache.prefix.tiers import HostTier, StoreTier
     from kvcache.prefix.zmq_publisher import ZmqPublisher
+    from kvcache.snapshots.check_serialized import check_serialized
+    from kvcache.snapshots.layer_shapes import layers_of_cache
     from kvcache.snapshots.serialize import deserialize, serialize
     from kvcache.snapshots.snapshot import (
         AttentionSnapshot,
@@ -87,6 +94,8 @@ __all__ = [
     "CausalCache",
     "ChunkedCache",
     "ClosedError",
+    "CompressedCache",
+    "DenseBatch",
     "EncoderCache",
     "EncoderSnapshot",
     "ExtraSpec",
@@ -95,11 +104,13 @@ __all__ = [
     "InvalidRangeError",
     "InvalidSequenceError",
     "KVCacheError",
+    "LayerCells",
     "LayerShape",
     "Lookup",
     "Mask",
     "NotSupportedError",
     "OrderError",
+    "PassReads",
     "Prefetch",
     "PrefixCache",
     "PrefixOptions",
@@ -116,7 +127,9 @@ __all__ = [
     "StateCache",
     "StateSnapshot",
     "StateSpec",
+    "StepReads",
     "StorageFormat",
+    "StoreTier",
     "Tenant",
     "TenantBudget",
     "TokenRange",
@@ -126,10 +139,12 @@ __all__ = [
     "ZmqPublisher",
     "branches",
     "bytes_text",
+    "check_serialized",
     "common_length",
     "deserialize",
     "format_names",
     "in_turn",
+    "layers_of_cache",
     "open_format",
     "serialize",
 ]
@@ -142,12 +157,16 @@ _ELSEWHERE = {
     "CacheFormat": "storage.formats",
     "CausalCache": "caches.causal",
     "ChunkedCache": "caches.windows",
+    "CompressedCache": "caches.compressed",
+    "DenseBatch": "attention.dense_batch",
     "EncoderCache": "caches.encoder",
     "EncoderSnapshot": "snapshots.snapshot",
     "ExtraSpec": "storage.layer_shape",
     "HostTier": "prefix.tiers",
+    "LayerCells": "attention.layer_cells",
     "LayerShape": "storage.layer_shape",
     "Lookup": "prefix.session",
+    "PassReads": "attention.pass_reads",
     "Prefetch": "prefix.prefetch",
     "PrefixCache": "prefix.prefix_cache",
     "PrefixOptions": "prefix.options",
@@ -162,6 +181,8 @@ _ELSEWHERE = {
     "StateCache": "caches.states",
     "StateSnapshot": "snapshots.snapshot",
     "StateSpec": "storage.state_specs",
+    "StepReads": "attention.step_reads",
+    "StoreTier": "prefix.tiers",
     "Tenant": "prefix.alphabet",
     "TenantBudget": "prefix.eviction_queue",
     "TokenRange": "prefix.retention",
@@ -170,10 +191,12 @@ _ELSEWHERE = {
     "WrapperSnapshot": "snapshots.snapshot",
     "ZmqPublisher": "prefix.zmq_publisher",
     "bytes_text": "storage.sizes",
+    "check_serialized": "snapshots.check_serialized",
     "common_length": "prefix.radix_tree",
     "deserialize": "snapshots.serialize",
     "format_names": "storage.formats",
     "in_turn": "caches.turns",
+    "layers_of_cache": "snapshots.layer_shapes",
     "open_format": "storage.formats",
     "serialize": "snapshots.serialize",
 }

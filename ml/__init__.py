@@ -52,7 +52,7 @@ from ml.errors import (
     ShapeError,
 )
 from ml.hookspecs import hookimpl
-from ml.plugins import available_backends, open_backend
+from ml.plugins import available_backends, backend_specs, open_backend
 from ml.protocols import Backend, Context, Indices, Tensor
 from ml.ragged import RaggedPlan
 
@@ -105,6 +105,7 @@ __all__ = [
     "SupportsTransfers",
     "Tensor",
     "available_backends",
+    "backend_specs",
     "hookimpl",
     "open_backend",
 ]

@@ -10,7 +10,7 @@ import importlib.metadata
 import os
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ml import hookspecs
@@ -24,6 +24,7 @@ __all__ = [
     "ENVIRONMENT_VARIABLE",
     "Registry",
     "available_backends",
+    "backend_specs",
     "open_backend",
     "registry",
 ]
@@ -141,3 +142,11 @@ def open_backend(name: str | None = None, **options: Any) -> Backend:
 def available_backends() -> tuple[BackendInfo, ...]:
     """All backends of all plugins: first those that can run, then the others with the reason."""
     return registry().infos()
+
+
+def backend_specs() -> Mapping[str, BackendSpec]:
+    """What each plugin says of its backend, by name; nothing is probed, and no framework is imported.
+
+    A broken plugin is left out: ``available_backends`` lists it with the reason.
+    """
+    return registry().specs()

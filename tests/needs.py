@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from kvcache.testing.servers import ValkeyServer
+from .rigs.servers import ValkeyServer
 
 __all__ = ["NO_SERVER", "need_program", "need_server", "not_run", "wanting"]
 

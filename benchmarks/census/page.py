@@ -84,7 +84,7 @@ def _cached(built: Results) -> list[str]:
 
 
 def _driven(built: Results) -> list[str]:
-    """Of types under the engine."""
+    """Of types under the engine: the most common way has every type that has no other."""
     ways: dict[str, list[str]] = {}
     rows: dict[Cells, list[str]] = {}
     for name, found in built.items():
@@ -97,7 +97,10 @@ def _driven(built: Results) -> list[str]:
         else:
             ways.setdefault(way, []).append(name)
     grouped = [(_names(names), *cells) for cells, names in _largest_first(rows)]
-    lines = [_line(f"`{way}`", names) for way, names in sorted(ways.items(), key=lambda item: -len(item[1]))]
+    lines: list[str] = []
+    for way, names in sorted(ways.items(), key=lambda item: -len(item[1])):
+        rest = f"**`{way}`** ({len(names)}): all that are not named below."
+        lines.append(_line(f"`{way}`", names) if lines else rest)
     return [*lines, table(("types", "what is different"), grouped)]
 
 

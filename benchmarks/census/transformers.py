@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.generation.utils import ALL_CACHE_NAMES
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 import ml
 from benchmarks.census import transformers_types as small
 from kvcache import PrefixOptions
 from kvcache.integrations.transformers import HFCache, HFPrefixCache, HFStaticCache, install
-from kvcache.integrations.transformers.cache import cache_argument
-from kvcache.integrations.transformers.kinds import ATTENTION, Trait, grows, layer_plan
+from kvcache.integrations.transformers.kinds import Trait, grows, layer_plan
 from kvcache.stores import MemoryStore
 
 CANNOT, types = small.CANNOT, small.types
@@ -63,7 +63,10 @@ class Case:
         self.model = small.build(name)
         self.config = self.model.config
         self.encoded = bool(self.config.is_encoder_decoder)
-        self.cache_name = cache_argument(self.model)
+        mamba = "mamba" in type(self.model).__name__.lower()
+        self.cache_name = "cache_params" if mamba else "past_key_values"
+        if ALL_CACHE_NAMES[0] == "cache":  # from transformers 5.24 on
+            self.cache_name = "cache"
         self.by_one = self.config.model_type in small.BY_ONE
         kind = self.model.generation_config
         for unwanted in (
@@ -87,7 +90,7 @@ class Case:
     def attending(self) -> Any:
         """The same model, which attends by our caches."""
         other = copy.deepcopy(self.model)
-        other.set_attn_implementation(ATTENTION)
+        other.set_attn_implementation("kvcache")
         return other
 
     def ours(self, model: Any = None, **options: Any) -> Any:

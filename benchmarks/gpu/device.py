@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 import ml
-from kvcache.testing.bench.timing import Contender, interleave
+from kvcache.testing.bench import Contender, interleave
 
 Timed = dict[str, dict[str, float]]
 SYNCS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")

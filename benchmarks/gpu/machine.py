@@ -14,9 +14,9 @@ from benchmarks.gpu.device import Device
 from benchmarks.gpu.record import Stage
 from benchmarks.models import RANDOM, SMALL, random_llama
 from benchmarks.put_get import GROUPS
+from benchmarks.timing import machine
 from benchmarks.whole_model import Ours
-from kvcache.testing.bench.decoding import DIM, HEADS
-from kvcache.testing.bench.timing import machine
+from kvcache.testing.bench import DIM, HEADS
 
 PACKAGES = (
     "ml-kvcache", "numpy", "ml_dtypes", "pluggy", "torch", "triton", "cupy-cuda13x", "cupy-cuda12x",

@@ -12,7 +12,7 @@ import ml
 from benchmarks.gpu.record import Stage
 from benchmarks.gpu.tables import Steps
 from benchmarks.page_out import DIM, HEADS, LAYERS, Leaving
-from kvcache.testing.bench.timing import Contender
+from kvcache.testing.bench import Contender
 
 DTYPE = ml.DType.BF16
 

@@ -19,9 +19,7 @@ from benchmarks.gpu.record import Skipped, Stage, needs
 from benchmarks.models import RANDOM, SMALL, random_llama
 from benchmarks.put_get import DTYPES, GROUPS, LENGTHS, Case
 from kvcache import Batch
-from kvcache.integrations import bench_torch
-from kvcache.testing.bench.decoding import DIM, HEADS, LAYERS, Decoding
-from kvcache.testing.bench.timing import Contender
+from kvcache.testing.bench import DIM, HEADS, LAYERS, Contender, Decoding, floors_for
 from kvcache_engine import Engine, EngineOptions, GenerationOptions
 
 GOALS = (64, 8192), (3, 130)
@@ -163,11 +161,12 @@ def put_get(stage: Stage) -> None:
 
 def _put_get(stage: Stage, device: Device, backend: ml.Backend, case: Case) -> None:
     with torch.device(device.torch):  # where they are made; it would slow what is timed
-        contenders = dict(bench_torch.floors(*case.shape))
-        peers = {name: peer for name, peer in bench_torch.peers(*case.shape).items() if "StaticCache" in name}
+        hand = floors_for("torch")
+        contenders = dict(hand.floors(*case.shape))
+        peers = {name: peer for name, peer in hand.peers(*case.shape).items() if "StaticCache" in name}
     ours = Decoding(backend, case.history, case.new, DTYPES[case.dtype], case.grow)
     contenders |= {"ours": ours.contender()} | peers
-    stage.note(f"{case.name}, {LAYERS - 1} layers", device.compare(contenders, floors=bench_torch.FLOORS))
+    stage.note(f"{case.name}, {LAYERS - 1} layers", device.compare(contenders, floors=hand.FLOORS))
 
 
 class Steps:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from benchmarks.hosts.network import Namespace
-from kvcache.testing.servers import ValkeyServer
+from tests.rigs.servers import ValkeyServer
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 6379

@@ -21,11 +21,12 @@ from kvcache.stores import (
     StoreUnavailableError,
     StoreValueError,
     WritableBuffer,
+    as_bytes,
+    as_writable,
     check_budget,
     check_key,
     hookimpl,
 )
-from kvcache.stores.buffers import as_bytes, as_writable
 from ml import Availability
 
 TABLE = """create table if not exists entries

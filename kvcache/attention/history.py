@@ -30,6 +30,15 @@ class LowerBound:
         return self.lowest(positions)
 
 
+def narrowed(lower: LowerBound | None, window: int | None) -> LowerBound | None:
+    """``lower``, and no more than ``window`` positions before the query; None: all of the past."""
+    if window is None:
+        return lower
+    if lower is None:
+        return LowerBound(lambda positions: positions - window)
+    return LowerBound(lambda positions: np.maximum(lower(positions), positions - window), lower.keep)
+
+
 _SPARSE = 2
 """A view may span this many times the cells that are needed; beyond that, gathering is cheaper."""
 _SLACK = 64

@@ -29,7 +29,10 @@ from kvcache.attention.batch import SequenceTokens, check_modes, check_query, sp
 from kvcache.attention.fixed_shapes import FixedPass, GraphRows
 from kvcache.attention.forward_pass import ForwardPass, place, put_layer, put_stored_layer
 from kvcache.attention.history import History, LowerBound, kept_entries
+from kvcache.attention.layer_cells import LayerCells
+from kvcache.attention.pass_reads import PassReads
 from kvcache.attention.plan import ReadPlan, Reads, Uploads
+from kvcache.attention.step_reads import StepReads, step_reads
 from kvcache.cache import (
     Batch,
     CacheDType,
@@ -465,6 +468,20 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         """
         return self._started("graph_rows").graph_rows(ctx, layer)
 
+    def layer_cells(self, layer: int) -> LayerCells | None:
+        """K and V of a layer at all cells, for a runtime that writes there itself; see ``LayerCells``.
+
+        None before the layer's first ``put``, and unless it stores K and V alone, in plain numbers.
+        """
+        buffers = self.storage.buffers.get(layer)
+        if buffers is None or buffers.is_quantized or buffers.shape.is_latent or buffers.extra:
+            return None
+        return LayerCells(self, layer, buffers)
+
+    def pass_reads(self) -> PassReads:
+        """What the queries of the current pass see. Raises OrderError outside a pass."""
+        return PassReads(self._pass or self._started("pass_reads"))
+
     # Sequences.
 
     def offset(self, seq: int) -> int:
@@ -659,6 +676,14 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
             return len(row)
         hidden = row.index(int(lower(np.array([row.last + 1]))[0])) - kept_entries(row, lower)
         return len(row) - max(0, hidden)
+
+    def step_reads(self) -> StepReads | None:
+        """What a step that decodes a token of each sequence would read; None while nothing is stored."""
+        table, buffers = self.storage.table, next(iter(self._buffers.values()), None)
+        if buffers is None or not any(table.occupied()):
+            return None
+        worth = max(1, self.config.call_bytes // buffers.bytes_per_cell)
+        return step_reads(table, self.config, self.lower_bound(), worth)
 
     @property
     def storage(self) -> CellStorage:

@@ -8,8 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvcache.testing.bench.decoding import ROOM
-from kvcache.testing.bench.timing import Contender
+from kvcache.testing.bench import ROOM, Contender
 
 __all__ = ["EAGER", "FLOORS", "LAYERS", "Slices", "floors", "peers"]
 

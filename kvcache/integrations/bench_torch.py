@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from kvcache.testing.bench.decoding import LAYERS, ROOM
-from kvcache.testing.bench.timing import Contender
+from kvcache.testing.bench import LAYERS, ROOM, Contender
 
 __all__ = ["EAGER", "FLOORS", "LAYERS", "Contiguous", "Slices", "Strided", "fix_threads", "floors", "peers"]
 

@@ -13,21 +13,21 @@ from typing import Any, Self
 import numpy as np
 
 import ml
+from kvcache import LayerShape, PrefixCache, PrefixOptions, PrefixStats, Session
 from kvcache.cache import ClosedError, InvalidRangeError, NotSupportedError, OrderError, check_whole
-from kvcache.prefix.options import PrefixOptions
-from kvcache.prefix.prefix_cache import PrefixCache, PrefixStats, Session
-from kvcache.snapshots.layer_shapes import Layers
-from kvcache.stores.closing import Closing
+from kvcache.stores import Closing
 
 __all__ = [
-    "MOST_DRAFTS", "Conversation", "SharedPrefixes", "check_known", "check_missing", "invariant_config",
-    "names_of", "prefix_options", "show_options",
+    "MOST_DRAFTS", "Conversation", "LayerShapes", "SharedPrefixes", "check_known", "check_missing",
+    "invariant_config", "names_of", "prefix_options", "show_options",
 ]  # fmt: skip
 
 MOST_DRAFTS = 64
 """The most tokens after the end of a prompt that count as drafts."""
 
 
+LayerShapes = Mapping[int, LayerShape]
+"""By layer, what a model stores of a token."""
 _FIELDS = [field.name for field in fields(PrefixOptions)]
 
 
@@ -163,7 +163,7 @@ class Conversation:
             self._session.__exit__(kind, error, trace)
 
 
-def prefix_options(passed: Mapping[str, Any], shapes: Callable[[], Layers | None]) -> dict[str, Any]:
+def prefix_options(passed: Mapping[str, Any], shapes: Callable[[], LayerShapes | None]) -> dict[str, Any]:
     """The options of a PrefixCache under a runtime, where write-through is the default. ``shapes`` returns
     what the model stores in each layer; it is called if there is no option ``layers``.
     """

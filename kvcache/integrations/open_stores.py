@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from kvcache import StoreTier
 from kvcache.cache import InvalidRangeError
-from kvcache.prefix.tiers import StoreTier
 from kvcache.stores import SerializedSnapshot, SnapshotCorruptError, SnapshotStore, open_store
 
 __all__ = ["StoresInUse", "at_exit", "check_number", "parse_options", "use_entry"]

@@ -182,7 +182,7 @@ class Evictor:
             self.gap = gap
         if first.data and first.data.rank < DEFAULT_PRIORITY:
             return None
-        while (node := self.interior.first(tenant, gap)) is not None:
+        while (node := self.interior.first(tenant, gap * gap / 2)) is not None:
             held_cells = _holds_cells(node, part)
             if tree.absorb(node):
                 return held_cells
@@ -190,12 +190,16 @@ class Evictor:
         return None
 
     def _gap(self, node: Node[TreeEntry]) -> float:
-        """A snapshot between neighbours that are at most this many tokens apart is not worth its space.
+        """The best number of tokens between snapshots.
 
         A conversation is evicted from its end, snapshot by snapshot. Wide gaps waste space there, half a gap
         on average; narrow gaps waste it everywhere, since every gap of the ``kept`` bytes has a snapshot of
         ``whole`` bytes. The sum, gap / 2 + kept * whole / gap in bytes, is smallest at the square root of 2 *
         kept * whole.
+
+        By the same sum, a snapshot with gaps of a and b bytes around it saves a * b / kept: the gap where
+        eviction ends is one of these with probability a / kept and b / kept, and would be both together. So
+        it is worth its space if a * b is above kept * whole, half the square of the best gap.
         """
         assert node.data is not None
         snapshot = node.data.snapshot
@@ -377,9 +381,9 @@ class InteriorSnapshots:
 
         512 -- 1024 -- 1536 -- 2000 -- 2001     512, 1024 and 1536 are inside; 2001 goes on, 2000 answers anew
 
-    They are evicted in the order of the distance between their neighbours, the smallest first, so that the
-    remaining ones are evenly spaced and are joined in few steps. Changes are recorded, and evaluated when the
-    first one is requested.
+    They are evicted in the order of what they save (``_saved``), the least first, so that the remaining ones
+    are evenly spaced and are joined in few steps. Changes are recorded, and evaluated when the first one is
+    requested.
     """
 
     def __init__(self, unfold: Callable[[], object] = lambda: None) -> None:
@@ -388,8 +392,8 @@ class InteriorSnapshots:
         self._heap: Heap = []
         self._of: dict[str, Heap] = {}
         """The interior snapshots of each tenant."""
-        self._spans: dict[Node[TreeEntry], int] = {}
-        """The current distance of each node in the heaps; other heap entries are outdated."""
+        self._saved: dict[Node[TreeEntry], int] = {}
+        """What each node in the heaps saves; other heap entries are outdated."""
         self._changed: dict[Node[TreeEntry], None] = {}
         """Nodes that changed since the last request, and those that were in use then."""
         self._count = itertools.count()
@@ -416,7 +420,7 @@ class InteriorSnapshots:
                     self._consider(one)
                     one = one.parent
         if self._pushed > self._most:  # some of them have been removed since
-            known, self._heap, self._of, self._spans, self._pushed = [*self._spans], [], {}, {}, 0
+            known, self._heap, self._of, self._saved, self._pushed = [*self._saved], [], {}, {}, 0
             for one in known:
                 self._consider(one)
             self._most = max(64, 2 * self._pushed)
@@ -425,39 +429,37 @@ class InteriorSnapshots:
         if node.data is not None and node.data.users:
             self._changed[node] = None
             return
-        span = _span(node)
-        if span is not None and self._spans.get(node) != span:
-            self._push(node, span)
-        elif span is None and self._spans.pop(node, None) is not None and not self._spans:
+        saved = _saved(node)
+        if saved is not None and self._saved.get(node) != saved:
+            self._push(node, saved)
+        elif saved is None and self._saved.pop(node, None) is not None and not self._saved:
             for heap in (self._heap, *self._of.values()):
                 heap.clear()
             self._pushed = 0
 
-    def _push(self, node: Node[TreeEntry], span: int) -> None:
-        self._spans[node] = span
+    def _push(self, node: Node[TreeEntry], saved: int) -> None:
+        self._saved[node] = saved
         self._pushed += 1
         for heap in (self._heap, self._of.setdefault(tenant_of(node), [])):
-            heapq.heappush(heap, (span, next(self._count), node))
+            heapq.heappush(heap, (saved, next(self._count), node))
 
-    def first(self, tenant: str | None = None, gap: float = math.inf) -> Node[TreeEntry] | None:
-        """The first to be evicted, of a tenant or of all; None if none has neighbours within ``gap``
-        tokens.
-        """
+    def first(self, tenant: str | None = None, limit: float = math.inf) -> Node[TreeEntry] | None:
+        """The first to be evicted, of a tenant or of all; None if all save more than ``limit``."""
         self._look()
         heap = self._heap if tenant is None else self._of.get(tenant, [])
         while heap:
-            span, _, node = heap[0]
-            if self._spans.get(node) == span == _span(node):
-                return node if span <= gap else None
+            saved, _, node = heap[0]
+            if self._saved.get(node) == saved == _saved(node):
+                return node if saved <= limit else None
             heapq.heappop(heap)
-            if self._spans.get(node) == span:
+            if self._saved.get(node) == saved:
                 self.forget(node)
                 self._consider(node)
         return None
 
     def forget(self, node: Node[TreeEntry]) -> None:
         """Exclude a node until it changes."""
-        self._spans.pop(node, None)
+        self._saved.pop(node, None)
 
 
 # Copies.
@@ -601,8 +603,10 @@ def _nbytes(node: Node[TreeEntry]) -> int:
     return 0 if entry is None or entry.snapshot is None else entry.snapshot.nbytes
 
 
-def _span(node: Node[TreeEntry]) -> int | None:
-    """The number of tokens between an interior node's neighbours; None if the node is not interior."""
+def _saved(node: Node[TreeEntry]) -> int | None:
+    """What an interior node saves: the tokens since the snapshot before it, times those up to the next one.
+    None if the node is not interior.
+    """
     entry = node.data
     if entry is None or node.parent is None or len(node.children) != 1:
         return None
@@ -617,7 +621,7 @@ def _span(node: Node[TreeEntry]) -> int | None:
     if entry.host or entry.leaving or below.host or below.leaving:
         return None
     follows = below.begin == node.end or below.begin <= entry.begin
-    return child.end - node.parent.end if follows else None
+    return (node.end - node.parent.end) * (child.end - node.end) if follows else None
 
 
 def _granted(entry: TreeEntry | None) -> Grants:

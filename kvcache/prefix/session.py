@@ -178,6 +178,8 @@ class Session:
         """Whether everything kept was discarded since it began, so that its content must not be shared."""
         self.spaced: list[int] = []
         """The positions of its snapshots that are scheduled only because of their distance."""
+        self.reachable = False
+        """Whether the tree has had the predecessor of its next snapshot; only an open session may have it."""
         self.spared = 0
         """Tokens for which stores were not asked at ``begin``, because computing them is faster."""
         self.retention: Retention | None = None
@@ -555,8 +557,15 @@ class OpenSessions:
         self._note_skipped(seq, int(ids.size))
         pieces = [part for part in self._cache.take_snapshots(seq) if part.end <= ids.size]
         if pieces:
+            path = self._tree.walk(ids[: pieces[-1].end], session.above(pieces[-1].end))
+            follows = pieces[0].begin <= self._tree.along(path)[0]
+            if session.reachable and not follows and self._tree.store is None:
+                # Their predecessor was evicted meanwhile: no prompt could begin with these, or later ones.
+                self._cache.cancel_snapshots(seq, session.spaced)
+                session.spaced = []
+                return
+            session.reachable |= follows
             with self._evictor.within_budgets():
-                path = self._tree.walk(ids[: pieces[-1].end], session.above(pieces[-1].end))
                 self._insert(session, path, pieces)
                 session.kept = pieces[-1].end
                 self._follow(session, path)
@@ -604,8 +613,9 @@ class OpenSessions:
             return []
         size, begin = int(path.tokens.size), session.kept
         taken = [piece for piece in self._cache.take_snapshots(session.seq) if piece.end <= size]
-        if begin and self._tree.along(path)[0] < begin:  # their predecessor was evicted meanwhile
-            taken, begin = [piece for piece in taken if not piece.begin], 0
+        reached = self._tree.along(path)[0] if begin else 0
+        if reached < begin:  # their predecessor was evicted meanwhile
+            taken, begin = [piece for piece in taken if not piece.begin], reached
         begin = taken[-1].end if taken else begin
         if begin < size:
             with contextlib.suppress(

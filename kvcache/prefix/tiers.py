@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import queue
@@ -22,7 +23,7 @@ from kvcache.stores.buffers import WritableBuffer
 from kvcache.stores.errors import SnapshotCorruptError, StoreError, StoreFullError, StoreUnavailableError
 from kvcache.stores.keys import Chain
 from kvcache.stores.protocol import AdvisedStore, MappedStore, Reader, ReadingStore, SnapshotStore
-from kvcache.stores.serialized_snapshot import SerializedSnapshot, pack, unpack
+from kvcache.stores.serialized_snapshot import SerializedSnapshot, pack, read_outline, unpack
 from kvcache.stores.sizes import parse_bytes
 from ml.transfer import pinned_memory
 
@@ -200,10 +201,12 @@ class WriteQueue:
 
 
 class StoreTier:
-    """One or more stores: read in order, written to all of them by a thread (``writes``).
+    """One or more stores as one: read in order, written to all of them, now or by a thread (``writes``).
 
-    A failing store only causes a warning and a later recomputation; an unreachable store is left alone for a
-    while (``kvcache.prefix.outages.Outages``).
+    For runtimes that keep their own prefixes and want only the stores; a PrefixCache makes its own from
+    ``tiers``. A failing store only causes a warning and a miss; an unreachable one is left alone for a while
+    (``kvcache.prefix.outages.Outages``). Any thread may call it, except that one thread at a time calls
+    ``write_later`` and ``writes``.
     """
 
     def __init__(
@@ -213,8 +216,9 @@ class StoreTier:
         backend: ml.Backend | None = None,
         break_even: BreakEven | None = None,
     ) -> None:
-        """``backend``: the backend that will read the entries, which determines the kind of memory.
+        """At most ``backlog`` bytes wait for the thread (one entry always may).
 
+        ``backend``: the backend that will read the entries, which determines the kind of memory.
         ``break_even`` decides which store is asked for how many tokens (None: every store, for any number).
         """
         self.stores = tuple(stores)
@@ -261,6 +265,13 @@ class StoreTier:
             for store in self.stores
         ]
         return any(written)
+
+    def write_later(self, key: str, serialized: SerializedSnapshot, owner: object = None) -> None:
+        """Write an entry in the tier's thread; blocks while the backlog is full.
+
+        The arrays must not change before the write is among ``writes.finished()``, with this ``owner``.
+        """
+        self.writes.submit(StoreWrite([(key, serialized)], serialized, owner))
 
     def _put(self, store: SnapshotStore, key: str, serialized: SerializedSnapshot) -> bool:
         try:
@@ -417,6 +428,16 @@ class StoreTier:
             if reader is not None:
                 yield _TimedReader(reader, store, self.break_even)
 
+    def read_into(self, key: str, wanted: SerializedSnapshot) -> bool:
+        """Read an entry directly into the arrays of ``wanted``, whose ``meta``, names, dtypes and shapes it
+        must have.
+
+        The arrays are writable, contiguous, and in the order in which they were written. False if no store
+        has such an entry intact, or if those that do cannot be read without a copy (then use ``serialized``);
+        the arrays are then unspecified.
+        """
+        return any(_filled(reader, wanted) for reader in self.readers(key))
+
     def serialized(self, key: str) -> Loan:
         """As ``read``, in place if a store provides its bytes."""
         return self._read(key, in_place=True)
@@ -547,6 +568,25 @@ class _TimedReader:
 
     def close(self) -> None:
         self._reader.close()
+
+
+def _filled(reader: Reader, wanted: SerializedSnapshot) -> bool:
+    """Whether the arrays were filled and verified; if not, ``read`` finds out why."""
+    with contextlib.closing(reader):
+        try:
+            outline = read_outline(reader)
+            arrays = wanted.arrays.values()
+            if outline.meta != wanted.meta or reader.left != sum(array.nbytes for array in arrays):
+                return False
+            places = sorted(outline.places.items(), key=lambda item: item[1].begin)
+            if [(name, place.dtype, place.shape) for name, place in places] != [
+                (name, array.dtype, array.shape) for name, array in wanted.arrays.items()
+            ]:
+                return False
+            reader.fill([array.reshape(-1).view(np.uint8).data for array in arrays])
+            return True
+        except StoreError:
+            return False
 
 
 def _deleted(store: SnapshotStore, key: str) -> bool:

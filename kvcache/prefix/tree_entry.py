@@ -113,6 +113,22 @@ class TreeEntry:
             return "leaving"
         return "none" if self.store_write is None else "writing"
 
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """All places that have it, from the nearest: "cache" or "device", "host", "writing", "store"."""
+        tiers = []
+        if self.snapshot is not None:
+            tiers.append("cache" if self.snapshot.in_cache else "device")
+        elif self.leaving is not None:
+            tiers.append("device")
+        if self.serialized is not None:
+            tiers.append("host")
+        if self.store_write is not None:
+            tiers.append("writing")
+        if self.stored:
+            tiers.append("store")
+        return tuple(tiers)
+
 
 Priority = tuple[int, int, int]
 """(rank, time of last use, minus depth): the smallest is evicted first."""

@@ -2,6 +2,6 @@
 
 Used by other packages: the snapshot classes of ``snapshot``, the managers ``AttentionSnapshots`` and
 ``StateSnapshots``, ``SnapshotSchedule``, ``CellReservation`` and ``IncomingSnapshot`` (cells reserved for
-content that is still to arrive), ``serialize`` and ``deserialize``, ``cut_serialized``, ``check_serialized``
-and ``check_layers``.
+content that is still to arrive), ``serialize`` and ``deserialize``, ``cut_serialized``, ``check_serialized``,
+``layers_of_cache`` and ``check_layers``.
 """

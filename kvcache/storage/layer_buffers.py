@@ -227,6 +227,14 @@ class LayerBuffers:
                       for part in (self.key, self.value))  # fmt: skip
         return key, value
 
+    @property
+    def parts(self) -> list[Buffer]:
+        """The buffers of the parts of K in its format, then of V if it is stored separately."""
+        parts: list[Buffer] = []
+        for half in (self.key,) if self.shape.is_latent else (self.key, self.value):
+            parts += half.parts if isinstance(half, QuantizedBuffer) else [half]
+        return parts
+
     def read_batch(
         self, ctx: ml.Context, start: int, step: int, batch: int, count: int, heads_first: bool = False
     ) -> tuple[ml.Tensor, ml.Tensor]:

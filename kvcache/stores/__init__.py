@@ -10,10 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from kvcache.stores import strict_json
-from kvcache.stores.buffers import Buffer, WritableBuffer
+from kvcache.stores.buffers import Buffer, WritableBuffer, as_bytes, as_writable
 from kvcache.stores.builtin import path_of
 from kvcache.stores.closing import Closing
-from kvcache.stores.composing import Part, compose
+from kvcache.stores.composing import Part, compose, digest_of
 from kvcache.stores.errors import (
     SnapshotCorruptError,
     StoreClosedError,
@@ -26,6 +26,7 @@ from kvcache.stores.errors import (
 )
 from kvcache.stores.hookspecs import StoreSpec, hookimpl
 from kvcache.stores.identity import files_digest, identity_of
+from kvcache.stores.inspection import SnapshotFile, StoreFolder
 from kvcache.stores.keys import Chain, Keys, SaltedToken
 from kvcache.stores.memory import MemoryStore
 from kvcache.stores.options import parse_bytes, without_secrets
@@ -62,10 +63,12 @@ __all__ = [
     "SaltedToken",
     "SerializedSnapshot",
     "SnapshotCorruptError",
+    "SnapshotFile",
     "SnapshotStore",
     "Stat",
     "StoreClosedError",
     "StoreError",
+    "StoreFolder",
     "StoreFullError",
     "StoreReadOnlyError",
     "StoreSpec",
@@ -75,9 +78,12 @@ __all__ = [
     "Usage",
     "ValkeyStore",
     "WritableBuffer",
+    "as_bytes",
+    "as_writable",
     "check_budget",
     "check_key",
     "compose",
+    "digest_of",
     "digest_of_snapshot",
     "files_digest",
     "get_snapshot",

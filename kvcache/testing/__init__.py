@@ -16,7 +16,8 @@ The fixtures are those of ``ml.testing.BackendTests``. A backend that only store
 ``python -m kvcache.testing.traces`` runs many more random traces.
 
 ``StoreTests`` is the suite for stores. ``DrivenTests`` tests any other cache, on any framework, through a
-``CacheDriver``: see ``kvcache.testing.driven``.
+``CacheDriver``: see ``kvcache.testing.driven``. ``bench`` times decoding through a cache, as the command
+``kvcache bench`` does.
 
 Importing this package is cheap: the suite, pytest and hypothesis are loaded with the first test class.
 
@@ -30,6 +31,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvcache.testing import bench
     from kvcache.testing.cache import CacheTests
     from kvcache.testing.driven import (
         AREAS,
@@ -57,7 +59,7 @@ _MODULES |= dict.fromkeys(_DRIVEN, "kvcache.testing.driven")
 
 __all__ = [
     "AREAS", "DIM", "LONGEST", "TRACES", "CacheDriver", "CacheTests", "DrivenTests", "Outcome", "Seen",
-    "Span", "StoreTests", "Tokens", "attended", "check", "keys_and_values",
+    "Span", "StoreTests", "Tokens", "attended", "bench", "check", "keys_and_values",
 ]  # fmt: skip
 
 if (_pytest := sys.modules.get("pytest")) is not None:
@@ -65,6 +67,8 @@ if (_pytest := sys.modules.get("pytest")) is not None:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "bench":
+        return importlib.import_module("kvcache.testing.bench")
     if name in _MODULES:
         try:
             return getattr(importlib.import_module(_MODULES[name]), name)

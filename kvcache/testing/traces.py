@@ -370,7 +370,7 @@ def run_traces(
 
 
 def _chunk(cache: str, name: str, start: int, stop: int) -> list[str]:
-    features = ml.plugins.registry().specs()[name].features
+    features = ml.backend_specs()[name].features
     floats = [dtype for dtype in FLOATS if dtype in features.dtypes]
     with ml.open_backend(name) as backend:
         failures = run_traces(backend, range(start, stop), floats, features.has("matmul"), cache)

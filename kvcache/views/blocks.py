@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvcache.views.step_reads import StepReads
+from kvcache import StepReads
 
 __all__ = [
     "Binned", "Block", "CellMap", "CellRun", "Facts", "Heading", "Kind", "MaskBlock", "NodeView",

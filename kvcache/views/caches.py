@@ -12,10 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvcache import CausalCache, ChunkedCache, EncoderCache, SlidingWindowCache, StateCache, WrapperCache
-from kvcache.attention.forward_pass import ForwardPass
-from kvcache.attention.history import find_history
 from kvcache.cache import ClosedError, NotSupportedError, OrderError
-from kvcache.storage.cell_table import CellTable, Row
 from kvcache.views.blocks import CellMap, CellRun, SequenceView
 from kvcache.views.pictures import (
     CachePicture,
@@ -27,7 +24,6 @@ from kvcache.views.pictures import (
     StatesView,
     StateView,
 )
-from kvcache.views.step_reads import StepReads, step_reads
 
 
 def render_cache(cache: Any) -> CachePicture:
@@ -63,21 +59,24 @@ def _check_bound(cache: Any) -> None:
 def _map_of(cache: CausalCache) -> CellMap:
     _check_bound(cache)
     table = cache.storage.table
-    labels, owners = _owners(table)
+    labels, owners = _owners(cache)
     held_by = np.array([len(group) for group in owners])[labels]
-    views = (_sequence(seq, row, held_by, cache.visible(seq)) for seq, row in table.occupied())
-    runs = _runs(table, labels, owners)
+    views = tuple(
+        SequenceView(
+            seq,
+            tokens=len(row),
+            first=row.first,
+            last=row.last,
+            shared=int((held_by[row.cells] > 1).sum()),
+            visible=cache.visible(seq),
+            runs=1 if row.contiguous else 1 + int((np.diff(row.cells) != 1).sum()),
+            lost=bool(row.lost),
+        )
+        for seq, row in table.occupied()
+    )
     name, note = type(cache).__name__, _note(cache)
-    return CellMap(name, note, table.cells, cache.nbytes, tuple(views), runs, reads_of(cache))
-
-
-def reads_of(cache: CausalCache) -> StepReads | None:
-    """What a step that decodes a token of each sequence reads in a layer; None while nothing is stored."""
-    storage = cache.storage
-    if not storage.buffers or not any(storage.table.occupied()):
-        return None
-    worth = cache.config.call_bytes // next(iter(storage.buffers.values())).bytes_per_cell
-    return step_reads(storage.table, cache.config, cache.lower_bound(), max(1, worth))
+    runs = _runs(cache, labels, owners)
+    return CellMap(name, note, table.cells, cache.nbytes, views, runs, cache.step_reads())
 
 
 def _note(cache: CausalCache) -> str:
@@ -88,8 +87,9 @@ def _note(cache: CausalCache) -> str:
     return f"chunks of {cache.chunk}" if isinstance(cache, ChunkedCache) else ""
 
 
-def _owners(table: CellTable) -> tuple[np.ndarray, list[tuple[int, ...]]]:
+def _owners(cache: CausalCache) -> tuple[np.ndarray, list[tuple[int, ...]]]:
     """A label for every cell, and the sequences that hold the cells of each label; 0 is nobody."""
+    table = cache.storage.table
     labels = np.zeros(table.cells, dtype=np.int64)
     owners: list[tuple[int, ...]] = [()]
     for seq, row in table.occupied():
@@ -99,13 +99,8 @@ def _owners(table: CellTable) -> tuple[np.ndarray, list[tuple[int, ...]]]:
     return labels, owners
 
 
-def _sequence(seq: int, row: Row, held_by: np.ndarray, visible: int) -> SequenceView:
-    runs = 1 if row.contiguous else 1 + int((np.diff(row.cells) != 1).sum())
-    shared = int((held_by[row.cells] > 1).sum())
-    return SequenceView(seq, len(row), row.first, row.last, shared, visible, runs, bool(row.lost))
-
-
-def _runs(table: CellTable, labels: np.ndarray, owners: list[tuple[int, ...]]) -> tuple[CellRun, ...]:
+def _runs(cache: CausalCache, labels: np.ndarray, owners: list[tuple[int, ...]]) -> tuple[CellRun, ...]:
+    table = cache.storage.table
     snapshots = np.zeros(table.cells, dtype=np.int64)
     for pin in table.live_pins():
         snapshots[pin.cells] += 1
@@ -165,23 +160,12 @@ def look_at_mask(cache: Any) -> MaskPicture:
     """
     cache = _with_cells(cache)
     _check_bound(cache)
-    forward = cache.pass_under_way()
-    if not isinstance(forward, ForwardPass):
-        raise OrderError("render: there is no current pass; call start_forward first")
-    if forward.reserve:
-        raise OrderError("render: the current pass reserves memory and stores nothing; it has no mask yet")
-    plan = forward.reading
-    reading = find_history(plan.table, plan.groups, plan.config.cache_padding)
-    mask = reading.mask(plan.tokens, plan.lower, plan.lifted, 1)
-    queries: list[tuple[int, int]] = [(0, 0)] * forward.tokens
-    for group in forward.groups:
-        rows = np.arange(forward.tokens)[group.batch_indices].tolist()
-        for row, position in zip(rows, group.positions.tolist(), strict=True):
-            queries[row] = group.seq, int(position)
-    cells = np.arange(reading.start, reading.start + reading.length)
-    if reading.index is not None:
-        cells = reading.index.copy()
-    return MaskPicture(type(cache).__name__, mask == 0, tuple(queries), cells)
+    try:
+        seen, queries, cells = cache.pass_reads().seen()
+    except OrderError as error:
+        raise OrderError(f"render: {error}") from error
+    who = tuple((seq, position) for seq, position in queries.tolist())
+    return MaskPicture(type(cache).__name__, seen, who, cells)
 
 
 def _with_cells(cache: Any) -> CausalCache:

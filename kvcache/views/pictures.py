@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvcache import bytes_text
+from kvcache import StepReads, bytes_text
 from kvcache.cache import InvalidRangeError
 from kvcache.views import html, svg, text
 from kvcache.views.blocks import (
@@ -32,7 +32,6 @@ from kvcache.views.blocks import (
     Tree,
     tabled,
 )
-from kvcache.views.step_reads import StepReads
 from kvcache.views.text import Line
 from kvcache.views.words import age_text, counted
 

@@ -6,13 +6,11 @@ import bisect
 import heapq
 import itertools
 import time
-from typing import Any, overload
+from collections.abc import Iterable
+from typing import Any, TypeVar, overload
 
 from kvcache import CausalCache, EncoderCache, PrefixCache, Session, StateCache, WrapperCache
 from kvcache.cache import ClosedError, InvalidRangeError, NotSupportedError, OrderError
-from kvcache.prefix.prefix_tree import PrefixTree
-from kvcache.prefix.radix_tree import Node
-from kvcache.prefix.tree_entry import TreeEntry
 from kvcache.views import html
 from kvcache.views.blocks import NodeView, TierView
 from kvcache.views.caches import render_cache
@@ -20,6 +18,7 @@ from kvcache.views.pictures import CachePicture, PrefixPicture, SessionView
 from kvcache.views.words import HEAD, Decode, preview, printable
 
 NODES = 200
+T = TypeVar("T")
 
 
 @overload
@@ -52,113 +51,88 @@ def render(
 
 # A PrefixCache.
 
-HeldNode = Node[TreeEntry]
-
 
 def _prefix(prefix: PrefixCache, decode: Decode | None, nodes: int) -> PrefixPicture:
     if prefix.closed:
         raise ClosedError("render: the PrefixCache is closed")
     if nodes < 0:
         raise InvalidRangeError(f"render: nodes={nodes}; it must be >= 0")
-    tree = prefix.tree
-    chosen, sizes, uses = _choose(tree.radix_tree.root, nodes)
+    look = _Look(prefix, nodes)
     return PrefixPicture(
-        nodes=tuple(_Look(tree, chosen, sizes, uses, decode).views()),
-        total=sizes[id(tree.radix_tree.root)] - 1,
-        hidden=_hidden(tree.radix_tree.root, chosen, sizes),
+        nodes=tuple(look.views(decode)),
+        total=look.sizes[id(look.root)] - 1,
+        hidden=look.hidden(look.root.children.values()),
         tiers=tuple(_tiers(prefix)),
         sessions=tuple(_session(prefix, session, decode) for session in prefix.sessions),
         tokens=prefix.stats.tokens,
         reused=prefix.stats.reused,
-        evicted=tree.evicted,
+        evicted=prefix.tree.evicted,
         cache=render_cache(prefix.cache),
     )
 
 
-def _choose(root: HeldNode, limit: int) -> tuple[set[int], dict[int, int], list[int]]:
-    """Up to ``limit`` nodes that were used last, each with all those above it.
-
-    Also how many nodes each subtree has, and at which times of use something was used last, ascending.
-    """
-    below = list(root.descendants())
-    used = {id(node): node.data.used if node.data is not None else 0 for node in below}
-    uses = sorted(set(used.values()))
-    used[id(root)] = 0
-    sizes = dict.fromkeys(used, 1)
-    for node in reversed(below):
-        above = id(node.parent)
-        used[above] = max(used[above], used[id(node)])
-        sizes[above] += sizes[id(node)]
-    order = itertools.count()
-    waiting = [(-used[id(node)], next(order), node) for node in root.children.values()]
-    heapq.heapify(waiting)
-    chosen: set[int] = set()
-    while waiting and len(chosen) < limit:
-        _, _, node = heapq.heappop(waiting)
-        chosen.add(id(node))
-        for child in node.children.values():
-            heapq.heappush(waiting, (-used[id(child)], next(order), child))
-    return chosen, sizes, uses
-
-
-def _hidden(node: HeldNode, chosen: set[int], sizes: dict[int, int]) -> int:
-    return sum(sizes[id(child)] for child in node.children.values() if id(child) not in chosen)
-
-
 class _Look:
-    """What all nodes of one picture are drawn by."""
+    """Which nodes of a tree are drawn: up to ``limit`` that were used last, each with all those above it."""
 
-    def __init__(
-        self,
-        tree: PrefixTree,
-        chosen: set[int],
-        sizes: dict[int, int],
-        uses: list[int],
-        decode: Decode | None,
-    ) -> None:
-        self.tree, self.chosen, self.sizes, self.uses, self.decode = tree, chosen, sizes, uses, decode
-        self.now = time.monotonic()
-        self.first = tree.device.peek()
+    def __init__(self, prefix: PrefixCache, limit: int) -> None:
+        self.tree, self.root = prefix.tree, prefix.tree.radix_tree.root
+        self.now, self.first = time.monotonic(), self.tree.device.peek()
+        below = list(self.root.descendants())
+        used = {id(node): node.data.used if node.data is not None else 0 for node in below}
+        self.uses = sorted(set(used.values()))
+        """At which times of use something was used last, ascending."""
+        used[id(self.root)] = 0
+        self.sizes = dict.fromkeys(used, 1)
+        """By node, how many nodes its subtree has."""
+        for node in reversed(below):
+            above = id(node.parent)
+            used[above] = max(used[above], used[id(node)])
+            self.sizes[above] += self.sizes[id(node)]
+        order = itertools.count()
+        waiting = [(-used[id(node)], next(order), node) for node in self.root.children.values()]
+        heapq.heapify(waiting)
+        self.chosen: set[int] = set()
+        while waiting and len(self.chosen) < limit:
+            _, _, node = heapq.heappop(waiting)
+            self.chosen.add(id(node))
+            for child in node.children.values():
+                heapq.heappush(waiting, (-used[id(child)], next(order), child))
 
-    def views(self) -> list[NodeView]:
+    def hidden(self, children: Iterable[object]) -> int:
+        """How many nodes the subtrees of those children have that are not drawn."""
+        return sum(self.sizes[id(child)] for child in children if id(child) not in self.chosen)
+
+    def views(self, decode: Decode | None) -> list[NodeView]:
         """Parents before children, siblings in the order in which they were made."""
         views: list[NodeView] = []
-        waiting: list[tuple[HeldNode, int | None, int]] = [(self.tree.radix_tree.root, None, -1)]
+        top = self._drawn(self.root.children.values())
+        places: dict[int, tuple[int | None, int]] = {id(node): (None, 0) for node in top}
+        """By node, the index of its parent's view, and its depth."""
+        waiting = top[::-1]
         while waiting:
-            node, parent, depth = waiting.pop()
-            index = None
-            if depth >= 0:
-                index = len(views)
-                views.append(self._view(node, parent, depth))
-            children = [child for child in node.children.values() if id(child) in self.chosen]
-            waiting += [(child, index, depth + 1) for child in reversed(children)]
+            node = waiting.pop()
+            parent, depth = places[id(node)]
+            text = preview(self.tree.alphabet.decode(node.tokens[:HEAD]), decode)
+            children, entry = self._drawn(node.children.values()), node.data
+            hidden = self.hidden(node.children.values())
+            places |= {id(child): (len(views), depth + 1) for child in children}
+            waiting += children[::-1]
+            if entry is None:
+                views.append(NodeView(parent, depth, node.begin, node.end, text, (), 0, hidden=hidden))
+                continue
+            views.append(
+                NodeView(
+                    parent, depth, node.begin, node.end, text, entry.tiers, entry.nbytes,
+                    age=max(0.0, self.now - entry.since),
+                    idle=len(self.uses) - bisect.bisect_right(self.uses, entry.used),
+                    next_out=node is self.first,
+                    hidden=hidden,
+                )
+            )  # fmt: skip
         return views
 
-    def _view(self, node: HeldNode, parent: int | None, depth: int) -> NodeView:
-        hidden = _hidden(node, self.chosen, self.sizes)
-        text = preview(self.tree.alphabet.decode(node.tokens[:HEAD]), self.decode)
-        entry = node.data
-        if entry is None:
-            return NodeView(parent, depth, node.begin, node.end, text, (), 0, hidden=hidden)
-        age = max(0.0, self.now - entry.since)
-        later = len(self.uses) - bisect.bisect_right(self.uses, entry.used)
-        tiers, nbytes, first = _tiers_of(entry), entry.nbytes, node is self.first
-        return NodeView(parent, depth, node.begin, node.end, text, tiers, nbytes, age, later, first, hidden)
-
-
-def _tiers_of(entry: TreeEntry) -> tuple[str, ...]:
-    tiers = []
-    if entry.snapshot is not None:
-        tiers.append("cache" if entry.snapshot.in_cache else "device")
-    elif entry.leaving is not None:
-        tiers.append("device")
-    if entry.serialized is not None:
-        tiers.append("host")
-    if entry.store_write is not None:
-        tiers.append("writing")
-    if entry.stored:
-        tiers.append("store")
-    return tuple(tiers)
+    def _drawn(self, nodes: Iterable[T]) -> list[T]:
+        return [node for node in nodes if id(node) in self.chosen]
 
 
 def _tiers(prefix: PrefixCache) -> list[TierView]:

@@ -117,7 +117,7 @@ def bench(
     Example: kvcache bench --backend torch --quick
     """
     with reported(debug):
-        from kvcache.testing.bench.decoding import measure, shown
+        from kvcache.testing.bench import measure, shown
 
         with ml.open_backend(backend, **device_options(device)) as opened:
             rows = measure(opened, dtypes.weights, quick, stored=dtypes.cache)

@@ -37,7 +37,7 @@ class Surveyed:
 def survey() -> list[Surveyed]:
     """Every backend in the order of ``ml.available_backends()``; those that can run are opened."""
     infos = ml.available_backends()
-    specs = ml.plugins.registry().specs()
+    specs = ml.backend_specs()
     return [_survey_one(info, specs.get(info.name)) for info in infos]
 
 

@@ -44,7 +44,7 @@ def backend_names(incomplete: str) -> list[tuple[str, str]]:
     import ml
 
     try:
-        specs = ml.plugins.registry().specs()
+        specs = ml.backend_specs()
     except Exception:  # any error of a plugin: a shell must not show a traceback
         return []
     names = sorted(name for name in specs if name.startswith(incomplete))
@@ -63,10 +63,9 @@ def cache_types(incomplete: str) -> list[str]:
 
 def stores(incomplete: str) -> list[str]:
     """Folders of stores, and the URL schemes of other stores."""
-    from kvcache.stores import store_schemes
-    from kvcache.views.disk import is_store
+    from kvcache.stores import StoreFolder, store_schemes
 
-    folders = [name for name, path in _beside(incomplete) if path.is_dir() and is_store(path)]
+    folders = [name for name, path in _beside(incomplete) if path.is_dir() and StoreFolder.is_store(path)]
     try:
         schemes = [f"{name}://" for name in store_schemes()]
     except Exception:
@@ -80,12 +79,12 @@ def conversations(incomplete: str) -> list[str]:
 
 
 def stores_and_conversations(incomplete: str) -> list[str]:
-    from kvcache.views.disk import is_store
+    from kvcache.stores import StoreFolder
 
     return [
         name
         for name, path in _beside(incomplete)
-        if (is_store(path) if path.is_dir() else _is_conversation(path))
+        if (StoreFolder.is_store(path) if path.is_dir() else _is_conversation(path))
     ]
 
 

@@ -14,11 +14,8 @@ from rich.live import Live
 
 import ml
 from kvcache import HostTier, bytes_text
-from kvcache.stores import files_digest, parse_bytes, path_of
-from kvcache.views.disk import is_store, look_at_page, look_at_store, page_meta
-from kvcache.views.pictures import Picture
-from kvcache.views.rendering import render
-from kvcache.views.terminal import Watched
+from kvcache.stores import SnapshotFile, StoreFolder, files_digest, parse_bytes, path_of
+from kvcache.views import Picture, Watched, look_at_page, look_at_store, render
 from kvcache.views.words import Decode
 from kvcache_engine.command.completing import stores_and_conversations
 from kvcache_engine.command.json_output import print_json
@@ -115,7 +112,7 @@ def look_at(
     elif "://" in target:
         raise RunnerError(f"inspect: {target}: only a store in a folder can be inspected")
     path = Path(target).expanduser()
-    if path.is_dir() or is_store(path):
+    if path.is_dir() or StoreFolder.is_store(path):
         return look_at_store(path, budget, entries, (bars or Bars(None)).checked)
     if not path.exists():
         raise RunnerError(f"inspect: {path}: there is no such file or folder")
@@ -127,7 +124,7 @@ def _decoder(path: Path, model: Path | None) -> Decode | None:
     if model is not None:
         return Tokenizer.load(model).decode
     bundled = bundled_model()
-    record = page_meta(path).get("model")
+    record = SnapshotFile.of(path).open().meta.get("model")
     ours = isinstance(record, Mapping) and record.get("files") == files_digest(bundled)
     return Tokenizer.load(bundled).decode if ours else None
 

@@ -60,8 +60,10 @@ def run(job: Job, config: ModelConfig) -> None:
     if launched() is not None:
         _work(job, lambda _: 1)
         return
-    registry = ml.plugins.registry()
-    spec = registry.specs().get(job.backend) or registry.usable(job.backend)  # raises
+    specs = ml.backend_specs()
+    if job.backend not in specs:
+        ml.open_backend(job.backend)  # raises
+    spec = specs[job.backend]
     if spec.launcher is None:
         raise no_engine(spec.name)
     command = [sys.executable, "-P", "-c", "from kvcache_engine.command.ranks import main; main()"]
@@ -123,7 +125,7 @@ def _as_rank(job: Job, backend: ml.Backend) -> None:
 
 def _device(job: Job) -> str | None:
     """The requested device; for "cuda", this rank's own device."""
-    if job.device not in (None, "cuda") or job.backend not in (specs := ml.plugins.registry().specs()):
+    if job.device not in (None, "cuda") or job.backend not in (specs := ml.backend_specs()):
         return job.device
     rank, size = launched() or (0, 1)
     local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", size))

@@ -15,7 +15,7 @@ import numpy as np
 from ml.backend_spec import BINARY_OPERATIONS, UNARY_OPERATIONS
 from ml.dtypes import DType
 from ml.protocols import Context
-from ml.testing.compute import BINARY, COMPARE, UNARY, gelu
+from ml.testing.compute import BINARY, COMPARE, UNARY, gelu, softmax
 from ml.testing.harness import BackendCase, assert_same, each, evaluate, needs, unchanged
 from ml.testing.samples import DTYPES, FLOATS, INTEGERS, LAYOUTS, Place, counting, exact, float_limits
 
@@ -178,6 +178,24 @@ class SpecialValueTests(BackendCase):
         actual = layout(ctx, logits.astype(dtype.numpy)).tensor.softmax(ctx, axis).to_numpy()
         assert (exact(actual)[hidden] == 0).all(), f"weights of -inf: up to {exact(actual)[hidden].max()}"
         assert (exact(actual)[~hidden] > 0).all()
+
+    @needs("softmax")
+    @each(dtype=FLOATS, layout=LAYOUTS)
+    def test_softmax_at_the_ends_of_the_range_matches_float64(
+        self, ctx: Context, dtype: DType, layout: Place
+    ) -> None:
+        """Signed zeros and denormals, the largest numbers, -inf, and where F32's exponential overflows."""
+        info = float_limits(dtype)
+        most, least = float(info.max), float(info.tiny)
+        rows = [
+            [0.0, -0.0, least, -least, float(info.smallest_subnormal)],
+            [most, -most, 0.0, most, 1.0],
+            [-math.inf, 0.0, -most, 1.0, -math.inf],
+            [most] * 5,
+            [88.7, -88.7, 0.0, 88.0, -103.0],
+        ]
+        host = np.array(rows).astype(dtype.numpy)
+        assert_near(layout(ctx, host).tensor.softmax(ctx).to_numpy(), softmax, [host])
 
     @each(op=("sum", "mean"), given=SUMMED, dtype=(DType.F32, DType.BF16))
     def test_a_million_equal_numbers_are_added_without_drift(

@@ -82,6 +82,8 @@ ROWS: list[tuple[type[BackendCase], str, str, Callable[..., Any]]] = [
      lambda f, self: self.offset + extent(self.shape, self.strides)),
     (MovementTests, "slice_ignores_its_step_beyond_the_first", "NumpyTensor.slice",
      lambda f, self, *args: (shown := f(self, *args))._alias(shown.offset, shown.shape, self.strides)),
+    (MovementTests, "what_is_contiguous_is_not_copied", "NumpyTensor.contiguous", lambda f, self, ctx:
+     self if self.strides == contiguous_strides(self.shape) else f(self, ctx)),
     (AliasingTests, "a_stepped_slice_is_a_copy", "NumpyTensor.slice",
      lambda f, self, ctx, *args: (
          f(self, ctx, *args).contiguous(ctx) if args[3:] > (1,) else f(self, ctx, *args))),
@@ -89,6 +91,8 @@ ROWS: list[tuple[type[BackendCase], str, str, Callable[..., Any]]] = [
      lambda f, self, src: np.copyto(self.native, src.native, casting="unsafe")),  # 2.4: a[0:10:2] = a[:5]
     (CopyTests, "a_write_to_a_strided_destination_is_lost", "NumpyTensor.write_from",
      lambda f, self, src: np.copyto(self.native.reshape(-1), src.native.reshape(-1), casting="unsafe")),
+    (CopyTests, "overlap_is_judged_by_storage", "NumpyTensor._overlaps",
+     lambda f, self, src: self.storage is src.storage and f(self, src)),
     (CopyTests, "a_stride_0_destination_is_written", "NumpyTensor.check_writable", lambda *args: None),
     (RowTests, "an_index_tensor_is_read_without_its_strides", "NumpyTensor._indices",
      lambda f, *args, **named: rows._alias(rows.offset, rows.shape, (1,))

@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from benchmarks import pages, peers_tests, peers_transformers
+from benchmarks import pages, peers_sources, peers_tests, peers_transformers
 
 MLX_LM = """
 import unittest
@@ -139,8 +139,13 @@ theirs too: 1
 """,
 }
 TOLD = {
-    "mlx-lm": ("AssertionError: True is not false", "1 make_prompt_cache"),
-    "transformers": ("has no NoLongerThere", "no accelerator", "2 HFCache"),
+    "mlx-lm": ("AssertionError: True is not false", "1 make_prompt_cache", "test_server.py is not there"),
+    "transformers": (
+        "has no NoLongerThere",
+        "no accelerator",
+        "2 HFCache",
+        "test_executorch.py is not there",
+    ),
 }
 
 
@@ -154,7 +159,7 @@ def test_a_peers_tests_run_on_its_own_classes_and_then_on_ours(
     file.write_text(tests, encoding="utf-8")
     assert peers_tests.main([peer, "--source", str(tmp_path)]) == 0
     told = capsys.readouterr().out
-    lines = [line for line in told.splitlines() if not line.startswith(" ")]
+    lines = [line for line in told.splitlines() if not line.startswith((" ", "not run: "))]
     (time,) = (line for line in lines if re.fullmatch(r"\d+ s of the processor", line))
     lines.remove(time)
     assert lines == [f"tests/{FILES[peer]}:", *OUTCOMES[peer].strip().splitlines()]
@@ -282,3 +287,21 @@ def test_tests_of_pytest_run_on_a_peers_classes_and_then_on_ours(
     }
     chosen = peers_tests.run_pytest(peer, path, tmp_path, used, ["test_takes_one", "TestNothing"])
     assert [name for name, *_ in chosen] == ["test_takes_one[theirs]", "TestNothing.test_makes_none"]
+
+
+def test_sources_are_checkouts_and_what_has_none_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(command: list[str], **environment: str) -> str:
+        raise peers_sources.NoSourceError(f"{command[0]}: no network")
+
+    monkeypatch.setenv("PEERS_SRC", str(tmp_path))
+    monkeypatch.setattr(peers_sources, "FETCHED", tmp_path / "fetched")
+    monkeypatch.setattr(peers_sources, "_run", refused)
+    monkeypatch.setattr(peers_sources, "version", lambda package: "1.0")
+    assert peers_tests.main(["sglang"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("not run: ")
+    (tmp_path / "sglang").mkdir()
+    assert peers_sources.source_of("sglang") == tmp_path / "sglang"
+    with pytest.raises(SystemExit, match="is not there; --source is"):
+        peers_tests.main(["sglang"])

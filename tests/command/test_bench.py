@@ -11,17 +11,14 @@ import pytest
 from typer.testing import CliRunner
 
 import ml
+from benchmarks.timing import Foreign, joined, machine, processor_seconds
 from kvcache.testing.bench import decoding as bench
 from kvcache.testing.bench.batch import Case
 from kvcache.testing.bench.timing import (
     Contender,
-    Foreign,
     Round,
     Trial,
     interleave,
-    joined,
-    machine,
-    processor_seconds,
 )
 from ml import DType
 

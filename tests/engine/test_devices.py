@@ -451,25 +451,3 @@ def test_save_and_load_take_devices(tmp_path: Path) -> None:
     assert [result.exit_code for result in loaded] == [0, 0], loaded[1].stderr
     records = [json.loads(result.stdout) for result in loaded]
     assert records[0]["outputs"][0]["tokens"] == records[1]["outputs"][0]["tokens"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--backend", "torch", "--devices", "cpu:0,cpu:0"], "each must be named once"),
-        (["--backend", "torch", "--devices", "cpu:0,tpu:1"], "no device 'tpu:1'"),
-        (["--backend", "torch", "--devices", "a,b,c,d,e"], "5 devices for 4 layers"),
-        (["--backend", "torch", "--devices", "cpu:0,"], "a name is empty"),
-        (
-            ["--backend", "torch", "--device", "cpu", "--devices", "cpu:0"],
-            "cannot be combined; use one of them",
-        ),
-        (["--backend", "numpy", "--devices", "cpu,cpu:1"], "numpy keeps all layers on one device"),
-    ],
-)
-def test_a_wrong_list_of_devices_is_one_line_on_stderr(options: list[str], message: str) -> None:
-    result = run("generate", "--prompt", "x", *options)
-    assert result.exit_code == 1
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
-    assert result.stdout == ""

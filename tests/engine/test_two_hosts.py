@@ -15,9 +15,10 @@ import pytest
 
 import ml
 from kvcache.stores import MemoryStore, open_store
-from kvcache.testing.servers import ValkeyServer
 from kvcache_engine.loading import bundled_model
 from kvcache_engine.tokenizer import Tokenizer
+
+from ..rigs.servers import ValkeyServer
 
 pytest.importorskip("valkey")
 pytest.importorskip("xxhash")

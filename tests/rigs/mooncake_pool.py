@@ -23,9 +23,9 @@ from typing import Self
 
 from kvcache.stores.errors import StoreUnavailableError
 from kvcache.stores.mooncake.connecting import load
-from kvcache.testing.servers import PATIENCE, free_port, wait_until
 
 from ..needs import wanting
+from .servers import PATIENCE, free_port, wait_until
 
 __all__ = ["MooncakePool"]
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from kvcache.integrations.model_folder import model_folder, unknown_weights
 from kvcache.integrations.open_stores import check_number, parse_options
-from kvcache.stores import SerializedSnapshot, SnapshotCorruptError, files_digest
-from kvcache.stores.composing import digest_of
+from kvcache.stores import SerializedSnapshot, SnapshotCorruptError, digest_of, files_digest
 
 __all__ = ["ChunkShape", "ConnectorOptions", "chunk_key", "identity_of_model", "object_key"]
 

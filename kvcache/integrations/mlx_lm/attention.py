@@ -21,12 +21,7 @@ from kvcache.integrations.mlx_lm.layers import (
     mlx_caches,
 )
 from kvcache.integrations.mlx_lm.locking import waiting
-from kvcache.integrations.mlx_lm.masks import (
-    read_positions,
-    seen_beside_kept,
-    visible_columns,
-    visible_mask,
-)
+from kvcache.integrations.mlx_lm.masks import seen_beside_kept
 from kvcache.integrations.mlx_lm.packed import Given
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 
@@ -97,7 +92,7 @@ class Attending(LayerCache):
 
     def _own_mask(self, tokens: int, return_array: bool, window: int | None) -> Any:
         cache = self._storage.attention_of(self.layer)
-        seen = visible_mask(cache, self._storage.ctx, window)
+        seen = cache.pass_reads().mask(self._storage.ctx, window)
         self.rows.last.by_position &= seen is None or seen is ml.CAUSAL
         if seen is None:
             return None
@@ -111,7 +106,7 @@ class Attending(LayerCache):
     def _batch_mask(self, one: ForwardPass, return_array: bool, window: int | None) -> Any:
         cache = self._storage.attention_of(self.layer)
         reading = self._storage.reading(cache, one)
-        first, stop = visible_columns(cache, reading, one.positions(), window)
+        first, stop = reading.visible_columns(one.positions(), window)
         size, tokens = reading.tokens, one.tokens
         if not first.any():
             if tokens == 1 and (stop == size).all():
@@ -329,7 +324,7 @@ class RotatingKVCache(Attending, OwnRotatingKVCache):  # type: ignore[misc]
         storage, cache = self._storage, self._storage.attention_of(self.layer)
         by_cells = storage.reads_cells(one)
         if by_cells:
-            read = [read_positions(cache, storage.ctx)]
+            read = [cache.pass_reads().positions(storage.ctx)]
         else:
             length = storage.reading(cache, one).tokens
             stored = [cache.positions(seq) if seq is not None else np.empty(0, int) for seq in one.sequences]

@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
 import ml
+from kvcache import layers_of_cache
 from kvcache.cache import Batch, InvalidRangeError, NotSupportedError
 from kvcache.integrations.loaded_folder import LoadedFolder
 from kvcache.integrations.mlx_lm.adapters import Adapters
@@ -30,7 +31,6 @@ from kvcache.integrations.mlx_lm.rows import BatchRows
 from kvcache.integrations.mlx_lm.sequences import SequencePool
 from kvcache.integrations.mlx_lm.storage import PoolOptions, Storage
 from kvcache.integrations.rows.driven import LOOKBACK, DrivenModel, Layout, Sizes, positions_in
-from kvcache.snapshots.layer_shapes import layers_of_cache
 from kvcache.stores import Part
 
 __all__ = ["MLXModel"]

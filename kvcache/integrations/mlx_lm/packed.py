@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import ml
+from kvcache import SlidingWindowCache
 from kvcache.cache import NotSupportedError
-from kvcache.caches.windows import SlidingWindowCache
 from kvcache.integrations.mlx_lm.layers import Attention, Layer, OwnKVCache, OwnRotatingKVCache
 from kvcache.integrations.mlx_lm.storage import Storage
 

@@ -16,9 +16,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from kvcache import CausalCache, SlidingWindowCache
 from kvcache.cache import Batch
-from kvcache.caches.causal import CausalCache
-from kvcache.caches.windows import SlidingWindowCache
 from kvcache.integrations.rows.caches import batch_of_rows
 
 __all__ = ["ForwardPass"]

@@ -15,14 +15,13 @@ from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.quantized import QuantizedEmbedding
 from mlx_lm.generate import generate_step
 
+from kvcache import LayerShape, PrefixCache, Session
 from kvcache.cache import ClosedError, InvalidRangeError, KVCacheError
 from kvcache.integrations.conversations import Conversation, SharedPrefixes, prefix_options
 from kvcache.integrations.mlx_lm.adapters import Adapters
 from kvcache.integrations.mlx_lm.layers import Attention
 from kvcache.integrations.mlx_lm.pool import CachePool
 from kvcache.integrations.mlx_lm.rows import BatchRows
-from kvcache.prefix.prefix_cache import PrefixCache, Session
-from kvcache.storage.layer_shape import LayerShape
 from kvcache.stores import Part
 
 __all__ = ["MLXPrefixCache", "MLXSession"]

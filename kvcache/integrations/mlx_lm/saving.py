@@ -13,8 +13,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from kvcache import SlidingWindowCache
 from kvcache.cache import Batch, CacheFullError, InvalidRangeError, NotSupportedError
-from kvcache.caches.windows import SlidingWindowCache
 from kvcache.integrations.mlx_lm.codes import codes_in
 from kvcache.integrations.mlx_lm.layer_cache import LayerCache
 from kvcache.integrations.mlx_lm.layers import (

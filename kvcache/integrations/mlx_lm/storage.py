@@ -11,18 +11,12 @@ import mlx.core as mx
 import numpy as np
 
 import ml
+from kvcache import CacheFormat, CausalCache, DenseBatch, StateCache, StateSpec
 from kvcache.cache import Batch, CacheDType, NotSupportedError, check_whole
-from kvcache.caches.causal import CausalCache
-from kvcache.caches.states import StateCache
 from kvcache.integrations.conversations import check_known
 from kvcache.integrations.mlx_lm.layers import Attention, Layer, Recurrent, Several, flat
 from kvcache.integrations.mlx_lm.passes import ForwardPass
 from kvcache.integrations.rows.caches import FULL, SLIDING, Kind, ModelCaches
-from kvcache.integrations.rows.dense_batch import DenseBatch
-from kvcache.snapshots.snapshot import read_layers
-from kvcache.storage.formats import CacheFormat
-from kvcache.storage.state_specs import StateSpec
-from ml.block_formats import AFFINE
 
 __all__ = ["Codes", "PoolOptions", "Storage", "padded"]
 
@@ -197,8 +191,11 @@ class Storage:
     @property
     def groups(self) -> tuple[int, int] | None:
         """Group size and bits, if K and V are stored in the format of mlx-lm's QuantizedKVCache."""
-        sizes = AFFINE.get(self.format.name)
-        return None if sizes is None else (sizes[1], sizes[0])
+        name = self.format.name  # AFFINE8_64: 8 bits in groups of 64
+        if not name.startswith("AFFINE") or "/" in name:
+            return None
+        bits, group = map(int, name.removeprefix("AFFINE").split("_"))
+        return group, bits
 
     def name_of(self, native: Any) -> str:
         """Our name for an MLX dtype."""
@@ -209,13 +206,14 @@ class Storage:
         cache = self.attention_of(layer)
         if seq is None or self.format.plain is not None or layer not in cache.storage.buffers:
             return None
-        cells = cache.storage.table.rows[seq].cells
-        cache.storage.table.join_arrivals(cells)
-        layers = read_layers(self.ctx.backend, {layer: cache.storage.buffers[layer]}, cells)
-        if not layers:
+        ctx, cells = self.ctx, cache.storage.table.rows[seq].cells
+        if not cells.size:
             return None
-        arrays = tuple(x.permute(self.ctx, 1, 0, 2).native[None] for x in layers[layer].tensors)
-        return Codes(self.format.name, layers[layer].activations.name, arrays)
+        cache.storage.table.join_arrivals(cells)
+        parts = [x.contiguous(ctx) for x in DenseBatch(cache, [seq], uneven=True).read_stored(ctx, layer)]
+        ctx.compute(*parts)
+        activations = cache.storage.buffers[layer].activations.name
+        return Codes(self.format.name, activations, tuple(x.native for x in parts))
 
     def get(self, layer: int, one: ForwardPass) -> tuple[Any, Any]:
         """K and V of a layer as arrays (rows, kv_heads, history, dim), for this pass."""

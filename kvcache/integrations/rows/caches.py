@@ -12,14 +12,13 @@ from kvcache import (
     Cache,
     CausalCache,
     ChunkedCache,
+    CompressedCache,
     EncoderCache,
     ShiftFunction,
     SlidingWindowCache,
     StateCache,
     WrapperCache,
 )
-from kvcache.caches.wrapper import unwrapped
-from kvcache.integrations.rows.compressed import CompressedCache
 
 __all__ = ["CHUNKED", "COMPRESSED", "FULL", "SLIDING", "Kind", "ModelCaches", "Top", "batch_of_rows"]
 
@@ -85,9 +84,10 @@ class ModelCaches:
     def over(cls, kinds: Iterable[Kind], cache: Any) -> ModelCaches:
         """The caches combined in ``cache``: for these kinds of attention, and for states if it has more."""
         family = cls.__new__(cls)
-        family.tops, family.all, family.encoder = unwrapped(cache), cache, None
-        family.caches = dict(zip(dict.fromkeys(kinds), family.tops, strict=False))
-        family.states = next(iter(family.tops[len(family.caches) :]), None)
+        family.all, family.encoder = cache, None
+        parts: Any = cache.caches if isinstance(cache, WrapperCache) else [cache]
+        family.tops, family.caches = parts, dict(zip(dict.fromkeys(kinds), parts, strict=False))
+        family.states = next(iter(parts[len(family.caches) :]), None)
         return family
 
     @property
@@ -99,6 +99,12 @@ class ModelCaches:
     def whole(self) -> list[CausalCache]:
         """The caches that keep every token."""
         return [cache for cache in self.tops if isinstance(cache, CausalCache) and _reach(cache) is None]
+
+    @property
+    def indivisible(self) -> list[int]:
+        """The numbers in ``tops`` of windows and states, whose content cannot be cut at any position."""
+        kinds = (SlidingWindowCache, StateCache, CompressedCache)
+        return [n for n, cache in enumerate(self.tops) if isinstance(cache, kinds)]
 
     @property
     def forgets(self) -> bool:

@@ -19,8 +19,8 @@ from typing import Any, Literal
 import numpy as np
 
 import ml
+from kvcache import LayerShape
 from kvcache.cache import Batch, Cache, KVCacheError, NotSupportedError
-from kvcache.storage.layer_shape import LayerShape
 
 __all__ = ["LOOKBACK", "UNLIMITED", "DrivenModel", "Layout", "Sizes", "positions_in"]
 

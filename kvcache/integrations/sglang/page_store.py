@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,12 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from kvcache import StoreTier
 from kvcache.integrations.open_stores import use_entry
-from kvcache.prefix.tiers import StoreTier
-from kvcache.stores import SerializedSnapshot, SnapshotCorruptError, StoreError
-from kvcache.stores.composing import digest_of
-from kvcache.stores.protocol import Reader
-from kvcache.stores.serialized_snapshot import read_outline
+from kvcache.stores import SerializedSnapshot, SnapshotCorruptError, digest_of
 
 __all__ = ["PageKind", "PageStore"]
 
@@ -77,15 +73,14 @@ class PageStore:
         """Store a page, uint8 (bytes,) per part, unless it is stored already; False if no store accepted
         it.
         """
-        arrays = {str(i): part for i, part in enumerate(parts)}
-        return self._tier.write(self.key(kind, page), SerializedSnapshot(kind.meta, arrays))
+        return self._tier.write(self.key(kind, page), _entry(kind, parts))
 
     def read(self, kind: PageKind, page: str, parts: Sequence[np.ndarray]) -> bool:
         """Fill a page's parts, each uint8 (bytes,). False if no store has an intact copy; the parts are then
         unspecified.
         """
         key = self.key(kind, page)
-        if any(_filled(reader, kind, parts) for reader in self._tier.readers(key)):
+        if self._tier.read_into(key, _entry(kind, parts)):
             return True
 
         def copy(page: SerializedSnapshot) -> bool:
@@ -96,22 +91,8 @@ class PageStore:
         return use_entry(self._tier, key, copy) is True
 
 
-def _filled(reader: Reader, kind: PageKind, parts: Sequence[np.ndarray]) -> bool:
-    """Whether the parts were filled and verified; if not, the copying path determines the error."""
-    with contextlib.closing(reader):
-        try:
-            outline = read_outline(reader)
-            if outline.meta != kind.meta or reader.left != kind.nbytes:
-                return False
-            ordered = sorted(outline.places.items(), key=lambda item: item[1].begin)
-            if [name for name, _ in ordered] != [str(i) for i in range(len(parts))]:
-                return False
-            if [place.end - place.begin for _, place in ordered] != [*kind.sizes]:
-                return False
-            reader.fill([part.data for part in parts])
-            return True
-        except StoreError:
-            return False
+def _entry(kind: PageKind, parts: Sequence[np.ndarray]) -> SerializedSnapshot:
+    return SerializedSnapshot(kind.meta, {str(i): part for i, part in enumerate(parts)})
 
 
 def _parts_of(page: SerializedSnapshot, kind: PageKind) -> Iterator[np.ndarray]:

@@ -37,7 +37,8 @@ class CacheOptions:
     (None: the dtype of the first keys). Sliding windows keep ``lookback`` more tokens than they show, so that
     ``crop`` can remove that many. ``shift`` re-encodes keys for ``remove`` from the middle: see
     ``rope_shift``. With ``grow``, the capacity doubles if a batch or a snapshot does not fit, which copies
-    the content, instead of raising CacheFullError.
+    the content, instead of raising CacheFullError. With ``interval``, what windows and recurrent states hold
+    is kept where a pass ends, at least that many tokens apart, for ``rewind``; that takes memory.
     """
 
     backend: ml.Backend | str | None = None
@@ -47,6 +48,7 @@ class CacheOptions:
     lookback: int = 64
     shift: ShiftFunction | None = None
     grow: bool = False
+    interval: int | None = None
 
 
 class ArgumentError(InvalidRangeError, TypeError):
@@ -74,8 +76,9 @@ def check_options(op: str, options: CacheOptions) -> None:
     stored_dtype(options.dtype)
     check_whole(op, "capacity", options.capacity, least=1)
     check_whole(op, "lookback", options.lookback)
-    if options.max_sequences is not None:
-        check_whole(op, "max_sequences", options.max_sequences, least=1)
+    for name in ("max_sequences", "interval"):
+        if (value := getattr(options, name)) is not None:
+            check_whole(op, name, value, least=1)
     check_type(op, "grow", options.grow, "True or False", isinstance(options.grow, bool))
     wanted = "a function, such as the result of rope_shift(model.config)"
     check_type(op, "shift", shift, wanted, shift is None or callable(shift))
@@ -86,7 +89,7 @@ def check_options(op: str, options: CacheOptions) -> None:
         named or hasattr(backend, "new_context"),
     )  # fmt: skip
     if isinstance(backend, str):
-        known = sorted(ml.plugins.registry().specs())
+        known = sorted(ml.backend_specs())
         if backend not in known:
             raise ArgumentError(
                 f"{op}: no backend {backend!r}; known: {', '.join(known)}; None follows the model"

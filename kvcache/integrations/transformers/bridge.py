@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 import torch
 
 import ml
+from kvcache import CacheFormat
 from kvcache.cache import OneDType
-from kvcache.storage.formats import CacheFormat
 
 __all__ = ["Bridge", "HFDType", "bridge_to", "dtype_of", "stored_dtype", "torch_dtype"]
 

@@ -13,6 +13,7 @@ from transformers.generation.utils import ALL_CACHE_NAMES, GenerationMixin
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from kvcache import InvalidRangeError, NotSupportedError
+from kvcache.cache import check_whole
 from kvcache.integrations.conversations import show_options
 from kvcache.integrations.rows.caches import ModelCaches
 from kvcache.integrations.transformers.arguments import (
@@ -190,6 +191,16 @@ class HFCache(RowsCache):
         check_type("crop", "tokens", requested, "a whole number", isinstance(count, int))
         self._states.crop(count if count > 0 else self.rows.length + count)
 
+    def rewind(self, length: int) -> int:
+        """Go back to ``length`` tokens, or to the nearest possible length before it; returns it.
+
+        Full attention goes back anywhere; windows at most ``lookback`` tokens, and states to their
+        checkpoints. With ``interval``, both also go back to where snapshots were kept, in a loaded cache too.
+        Compute the tokens from the returned length on again. Also undoes a pass that failed.
+        """
+        check_whole("rewind", "length", length)
+        return self.rows.rewind(length)
+
     def reset(self) -> None:
         """Remove all rows. Buffers stay allocated; the next batch may have a different size."""
         self.rows.clear()
@@ -247,12 +258,18 @@ class HFCache(RowsCache):
         if layers != own:
             raise InvalidRangeError(f"{op}: a snapshot of {layers} layers; the model of this cache has {own}")
 
-    def save(self, store: SnapshotStore, key: str) -> bool:
+    def save(self, store: SnapshotStore, key: str, inside: int | None = None) -> bool:
         """Save the content in a store (``kvcache.stores``) under an unused key. If the key is in use, returns
         False and writes nothing; ``store.delete(key)`` frees it.
+
+        With ``interval``, and of a conversation of an HFPrefixCache, the snapshots of windows and states
+        inside are saved too, so that ``rewind`` can go back to them after ``load``. They take at most
+        ``inside`` bytes (None: as many as everything else); those with the closest neighbours are left out.
         """
         _check_store("save", store)
-        snapshot = self.snapshot()
+        if inside is not None:
+            check_whole("save", "inside", inside)
+        snapshot = self.rows.snapshot_to_save(inside)
         return save(store, key, self.rows.pool.backend, snapshot)
 
     def load(
@@ -314,6 +331,11 @@ class HFEncoderDecoderCache(Crossing, HFCache, EncoderDecoderCache):  # type: ig
         """As in HFCache. The encoder's output is removed when no token is left."""
         super().crop(tokens)
         self._note()
+
+    def rewind(self, length: int) -> int:
+        reached = super().rewind(length)
+        self._note()
+        return reached
 
     def reset(self) -> None:
         super().reset()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kvcache import DenseBatch
 from kvcache.integrations.rows.caches import COMPRESSED, SLIDING
-from kvcache.integrations.rows.dense_batch import DenseBatch
 from kvcache.integrations.transformers.kinds import Compression, Kind
 from kvcache.integrations.transformers.layers import AttentionLayer
 from kvcache.integrations.transformers.passes import Pair

@@ -7,32 +7,25 @@ from __future__ import annotations
 
 import torch
 
-from kvcache.attention.forward_pass import ForwardPass
-from kvcache.integrations.rows.dense_batch import DenseBatch
+import ml
+from kvcache import DenseBatch, LayerCells
 from kvcache.integrations.transformers.bridge import Bridge
 from kvcache.integrations.transformers.passes import Pair
-from kvcache.storage.buffer import Buffer
-from kvcache.storage.layer_buffers import LayerBuffers
 
 __all__ = ["LayerViews"]
 
 
 class LayerViews:
-    """The buffers of one layer, in a plain format and in memory shared with torch."""
+    """The cells of one layer, in memory shared with torch."""
 
-    __slots__ = ("_device", "_dtype", "_key", "_value", "buffers")
+    __slots__ = ("_device", "_dtype", "_key", "_value", "cells")
 
-    def __init__(self, buffers: LayerBuffers, bridge: Bridge) -> None:
-        key, value = buffers.key, buffers.value
-        assert isinstance(key, Buffer)
-        assert isinstance(value, Buffer)
-        self.buffers = buffers
-        self._key, self._value = _Half(key, bridge), _Half(value, bridge)
+    def __init__(self, cells: LayerCells, bridge: Bridge) -> None:
+        self.cells = cells
+        self._key, self._value = _Half(cells.key, bridge), _Half(cells.value, bridge)
         self._dtype, self._device = self._key.whole.dtype, self._key.whole.device
 
-    def step(
-        self, layer: int, forward: ForwardPass, reading: DenseBatch, key: torch.Tensor, value: torch.Tensor
-    ) -> Pair | None:
+    def step(self, reading: DenseBatch, key: torch.Tensor, value: torch.Tensor) -> Pair | None:
         """Store K and V (rows, heads, new tokens, dim) and return views of everything that ``reading`` reads.
         The new tokens are the last of every row of ``reading``. Returns None, and does nothing, if the
         general ``put`` and ``read`` are needed: for the first pass of a layer, rows that are not evenly
@@ -40,7 +33,7 @@ class LayerViews:
         """
         if (
             reading.even is None
-            or not forward.goes_straight(layer, self.buffers)
+            or not self.cells.writable()
             or not type(key) is type(value) is torch.Tensor
             or not key.dtype is value.dtype is self._dtype
             or not key.device == value.device == self._device
@@ -62,8 +55,7 @@ class LayerViews:
             views = k.step(key, reading.even, reading.tokens), v.step(value, reading.even, reading.tokens)
         except RuntimeError:  # for example of the device: ``put`` writes both again and reports it
             return None
-        forward.note_put(self.buffers)
-        self.buffers.note_read()
+        self.cells.note_written()
         return views
 
 
@@ -72,10 +64,10 @@ class _Half:
 
     __slots__ = ("_offset", "_strides", "begin", "dim", "end", "heads", "whole")
 
-    def __init__(self, buffer: Buffer, bridge: Bridge) -> None:
-        self.whole = whole = bridge.alias(buffer.tensor)
-        self.heads, self.dim = buffer.heads, buffer.dim
-        self._strides, self._offset = buffer.strides, int(whole.storage_offset())
+    def __init__(self, cells: ml.Tensor, bridge: Bridge) -> None:
+        self.whole = whole = bridge.alias(cells)
+        _, self.heads, self.dim = cells.shape
+        self._strides, self._offset = cells.strides, int(whole.storage_offset())
         self.begin = whole.data_ptr()
         self.end = self.begin + whole.nbytes
 

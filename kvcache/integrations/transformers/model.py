@@ -20,7 +20,7 @@ import torch
 import transformers
 
 import ml
-from kvcache import Batch, NotSupportedError, StateCache, StateSpec
+from kvcache import Batch, NotSupportedError, StateCache, StateSpec, layers_of_cache
 from kvcache.integrations.loaded_folder import LoadedFolder
 from kvcache.integrations.rows.caches import ModelCaches
 from kvcache.integrations.rows.driven import LOOKBACK, DrivenModel, Layout, Sizes, positions_in
@@ -34,7 +34,6 @@ from kvcache.integrations.transformers.packed import Call, PassCache
 from kvcache.integrations.transformers.places import device_of, opened
 from kvcache.integrations.transformers.rope import rope_shift, rotation_limit
 from kvcache.integrations.transformers.states import state_name
-from kvcache.snapshots.layer_shapes import layers_of_cache
 from kvcache.stores import Part
 
 __all__ = ["TransformersModel"]

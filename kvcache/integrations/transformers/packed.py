@@ -11,9 +11,8 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 import ml
-from kvcache import CausalCache, NotSupportedError, StateCache, StateSpec
+from kvcache import CausalCache, DenseBatch, NotSupportedError, StateCache, StateSpec
 from kvcache.integrations.rows.caches import Kind
-from kvcache.integrations.rows.dense_batch import DenseBatch
 from kvcache.integrations.rows.driven import Layout
 from kvcache.integrations.transformers.bridge import Bridge, dtype_of
 from kvcache.integrations.transformers.deferred import Deferred

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kvcache.integrations.rows.dense_batch import DenseBatch
+from kvcache import DenseBatch
 from kvcache.integrations.transformers.deferred import Deferred
 from kvcache.integrations.transformers.kinds import Kind
 

@@ -12,17 +12,19 @@ import torch
 
 import ml
 from kvcache import (
+    CacheFormat,
+    DenseBatch,
     InvalidRangeError,
     InvalidSequenceError,
     KVCacheError,
     NotSupportedError,
     OrderError,
     SlidingWindowCache,
+    Snapshot,
     StateCache,
     StateSpec,
 )
 from kvcache.integrations.rows.caches import ModelCaches, Top
-from kvcache.integrations.rows.dense_batch import DenseBatch
 from kvcache.integrations.rows.sequences import Sequences, SharedSequence
 from kvcache.integrations.transformers.arguments import CacheOptions
 from kvcache.integrations.transformers.bridge import Bridge, bridge_to, dtype_of, stored_dtype
@@ -31,8 +33,6 @@ from kvcache.integrations.transformers.layer_views import LayerViews
 from kvcache.integrations.transformers.masks import trim_masks
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.places import Places, opened
-from kvcache.snapshots.snapshot import Snapshot
-from kvcache.storage.formats import CacheFormat
 
 __all__ = ["CachePool"]
 
@@ -186,23 +186,19 @@ class CachePool:
         pair = self.bridge.to_torch(keys, key), self.bridge.to_torch(values, value)
         return (pair[0].contiguous(), pair[1].contiguous()) if self._in_one_piece else pair
 
-    def step(
-        self, kind: Kind, reading: DenseBatch, layer: int, key: torch.Tensor, value: torch.Tensor
-    ) -> Pair | None:
+    def step(self, reading: DenseBatch, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pair | None:
         """``put`` and ``read`` of a pass together: see ``LayerViews.step``."""
         views = self._views.get(layer)
-        forward = self.family.caches[kind].pass_under_way()
-        if views is None or forward is None:
-            return None
-        return views.step(layer, forward, reading, key, value)
+        return None if views is None else views.step(reading, key, value)
 
     def learn_views(self, kind: Kind, layer: int, key: torch.Tensor) -> None:
         """After a ``put``, enable ``step`` for the layer if possible."""
-        buffers, known = self.family.caches[kind].storage.buffers[layer], self._views.get(layer)
-        if layer in self._views and (known is None or known.buffers is buffers):
+        known = self._views.get(layer)
+        if layer in self._views and (known is None or known.cells.current):
             return
-        plain = self.aliased(layer, key) and not (buffers.shape.is_latent or buffers.shape.extra)
-        self._views[layer] = LayerViews(buffers, self.bridge) if plain and not self._in_one_piece else None
+        shared = self.aliased(layer, key) and not self._in_one_piece
+        cells = self.family.caches[kind].layer_cells(layer) if shared else None
+        self._views[layer] = None if cells is None else LayerViews(cells, self.bridge)
 
     def aliased(self, layer: int, key: torch.Tensor) -> bool:
         """Whether reads for ``key`` alias the cache's memory if the cells allow it."""

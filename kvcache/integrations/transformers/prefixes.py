@@ -12,11 +12,22 @@ from typing import Any
 
 import torch
 
-from kvcache import InvalidRangeError, KVCacheError, NotSupportedError
-from kvcache.caches.turns import Turns, in_turn
+from kvcache import (
+    HostTier,
+    InvalidRangeError,
+    KVCacheError,
+    NotSupportedError,
+    PrefixCache,
+    Session,
+    Snapshot,
+    Turns,
+    in_turn,
+    layers_of_cache,
+)
 from kvcache.integrations.conversations import (
     MOST_DRAFTS,
     Conversation,
+    LayerShapes,
     SharedPrefixes,
     invariant_config,
     prefix_options,
@@ -27,9 +38,6 @@ from kvcache.integrations.transformers.cache import HFCache, cache_argument, gen
 from kvcache.integrations.transformers.kinds import Trait, layer_plan
 from kvcache.integrations.transformers.places import device_of, layer_devices
 from kvcache.integrations.transformers.rope import check_rotation, rotation_limit
-from kvcache.prefix.prefix_cache import PrefixCache, Session
-from kvcache.prefix.tiers import HostTier
-from kvcache.snapshots.layer_shapes import Layers, layers_of_cache
 from kvcache.stores import Part
 
 __all__ = ["HFPrefixCache", "HFSession"]
@@ -52,6 +60,11 @@ class HFSession(Conversation):
         super().__init__(session, self.cache.rows, self.cache.get_seq_length)
         self.cache.rows.limit = owner.limit
         session.complete = self.cache.rows.complete
+        self.cache.rows.session_snapshots = self._snapshots
+
+    @in_turn
+    def _snapshots(self, inside: int | None) -> Sequence[Snapshot]:
+        return self._session.snapshots(inside)
 
     @in_turn
     def prefill(self, size: int = 512) -> None:
@@ -302,7 +315,7 @@ class HFPrefixCache(SharedPrefixes):
             options["whole_blocks"] = True
         self.prefix = PrefixCache(whole, **prefix_options(options, shapes))
 
-    def _stored_layers(self, whole: Any) -> Layers:
+    def _stored_layers(self, whole: Any) -> LayerShapes:
         """What the model stores in each layer, determined by a pass over one token, which is then removed."""
         with PrefixCache(whole) as self.prefix, self.begin([0, 0]) as session:
             session.prefill()

@@ -11,7 +11,8 @@ begins with the first layer that has already taken part in the last one::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,22 +21,24 @@ from kvcache import (
     Batch,
     CacheFullError,
     CausalCache,
+    DenseBatch,
     EncoderCache,
     InvalidRangeError,
     KVCacheError,
     NotSupportedError,
     OrderError,
-    StateSnapshot,
+    Snapshot,
+    WrapperSnapshot,
 )
 from kvcache.integrations.conversations import check_missing
 from kvcache.integrations.rows.caches import CHUNKED, FULL, SLIDING, Kind, batch_of_rows
-from kvcache.integrations.rows.dense_batch import DenseBatch, read_encoded
 from kvcache.integrations.rows.sequences import ClaimedRows, SharedSequence
+from kvcache.integrations.transformers.encoded import read_encoded
 from kvcache.integrations.transformers.kinds import Trait, grows
 from kvcache.integrations.transformers.passes import ForwardPass, Pair
 from kvcache.integrations.transformers.pool import CachePool
 from kvcache.integrations.transformers.rope import check_rotation
-from kvcache.integrations.transformers.saving import HFSnapshot
+from kvcache.integrations.transformers.saving import HFSnapshot, Interior
 from kvcache.integrations.transformers.stored import Stored, is_recorded, tokens_of, without_gradients
 
 __all__ = ["BatchRows", "cannot_crop", "untraced"]
@@ -86,6 +89,10 @@ class BatchRows(ClaimedRows):
         """By layer and state, the convolution's inputs since then (rows, channels, tokens), after its state
         at that point.
         """
+        self.interior: list[Interior] = []
+        """What ``rewind`` can go back to, ascending."""
+        self.session_snapshots: Callable[[int | None], Sequence[Snapshot]] | None = None
+        """For the row of a session, ``Session.snapshots``."""
         self._pass: ForwardPass | None = None
 
     def most(self, rows: int) -> tuple[int, str] | None:
@@ -187,6 +194,7 @@ class BatchRows(ClaimedRows):
         if tokens > 1 and self.length:
             pool.plan.refuse("HFCache", Trait.BY_ONE, f"pass these {tokens} tokens one at a time")
         pool.make_given(self._pass)
+        self._keep_interior()
         if like is not None:
             pool.bind(batch, like)
         pool.settle_places()
@@ -208,6 +216,23 @@ class BatchRows(ClaimedRows):
         self._pass = pool.current = current
         self.length += tokens
         return current
+
+    def _keep_interior(self) -> None:
+        """With ``interval``, keep what windows and states hold at the end of the last pass."""
+        interval = self.pool.options.interval
+        if interval is None or Trait.INSIDE in self.pool.plan.traits:
+            return
+        last = self.interior[-1].length if self.interior else 0
+        if self.length - last < interval:
+            return
+        rows = []
+        for seq in self.sequences:
+            row = {n: self.pool.family.tops[n].snapshot(seq) for n in self.pool.family.indivisible}
+            for part in row.values():
+                part.detach()
+            rows.append(row)
+        if any(rows):
+            self.interior.append(Interior(self.length, tuple(rows)))
 
     def _make_windows_keep(self, tokens: int) -> None:
         """While passes are recorded, make windows keep what a crop after ``tokens`` more may return to."""
@@ -309,7 +334,7 @@ class BatchRows(ClaimedRows):
         if reading is None:
             reading = current.readings[kind] = self.reading(kind, current.begin)
         recorded = torch.is_grad_enabled() and is_recorded(key, value)
-        pair = None if recorded else pool.step(kind, reading, layer, key, value)
+        pair = None if recorded else pool.step(reading, layer, key, value)
         if pair is None:
             self._put(pool.family.caches[kind], layer, key, value)
             pool.learn_views(kind, layer, key)
@@ -421,6 +446,7 @@ class BatchRows(ClaimedRows):
         for one in chosen:
             rows.append(self.pool.fork(one, self.length) if one in rows else one)
         self.become(rows)
+        self.interior = [replace(one, rows=tuple(one.rows[i] for i in indices)) for one in self.interior]
         self._pass = None
         self._settle()
 
@@ -438,6 +464,7 @@ class BatchRows(ClaimedRows):
         self.check_complete("fork", whole=True)
         copy = BatchRows(pool)
         copy.length, copy.seen, copy.removed = self.length, [*self.seen], self.removed
+        copy.interior = [*self.interior]
         if self.claimed:
             pool.check_free(len(self.claimed))
             copy.become([pool.fork(one, self.length) for one in self.claimed])
@@ -478,7 +505,19 @@ class BatchRows(ClaimedRows):
             raise OrderError("snapshot: the cache is empty; run a forward pass first")
         pool = self.pool
         rows = tuple(pool.family.all.snapshot(seq) for seq in self.sequences)
-        return HFSnapshot(self.length, rows, pool.like, len(pool.plan.layers), self.removed)
+        interior = tuple(self.interior)
+        return HFSnapshot(self.length, rows, pool.like, len(pool.plan.layers), self.removed, interior)
+
+    def snapshot_to_save(self, inside: int | None) -> HFSnapshot:
+        """``snapshot`` with at most ``inside`` bytes of ``interior``, which has those of a session, too."""
+        snapshot = self.snapshot()
+        if self.session_snapshots is not None:
+            numbers, interior = self.pool.family.indivisible, []
+            for one in self.session_snapshots(inside)[:-1]:
+                parts = one.parts if isinstance(one, WrapperSnapshot) else (one,)
+                interior.append(Interior(one.end, ({n: parts[n] for n in numbers},)))
+            snapshot = replace(snapshot, interior=tuple(interior))
+        return snapshot.thinned(inside)
 
     def restore(self, snapshot: HFSnapshot) -> None:
         """Replace the rows by a snapshot. An error leaves them unchanged."""
@@ -505,7 +544,7 @@ class BatchRows(ClaimedRows):
         for seq, row in zip(self.sequences, snapshot.rows, strict=True):
             self.pool.put_back(self.pool.family, seq, row)
         self.length, self.seen = snapshot.length, self._all_at(snapshot.length)
-        self.removed = snapshot.removed
+        self.removed, self.interior = snapshot.removed, [*snapshot.interior]
         self._settle()
         self.pool.current = None
 
@@ -532,9 +571,22 @@ class BatchRows(ClaimedRows):
         if (complete := self.complete()) < self.length:
             self.cut(self._reach(complete))
 
-    def cut(self, length: int, marks: Sequence[StateSnapshot] = ()) -> None:
+    def rewind(self, length: int) -> int:
+        """Keep at most ``length`` positions, the most that the rows can go back to; returns how many."""
+        if not 0 <= length <= self.length:
+            raise InvalidRangeError(f"rewind: to {length}; the cache has {self.length} tokens")
+        length = min(length, self.complete())
+        reached = self._reach(length)
+        later = [one for one in self.interior if reached < one.length <= length]
+        if later:
+            self.cut(later[-1].length, later[-1].rows)
+        else:
+            self.cut(reached)
+        return self.length
+
+    def cut(self, length: int, marks: Sequence[Mapping[int, Snapshot]] = ()) -> None:
         """Keep positions ``[0, length)``. Raises NotSupportedError if the next token would miss something.
-        ``marks`` are the rows' recurrent states at ``length``, if known.
+        ``marks``: for each row, snapshots at ``length`` by the number of the cache, if known.
         """
         if not 0 <= length <= self.length:
             raise cannot_crop(length, self.length)
@@ -547,16 +599,18 @@ class BatchRows(ClaimedRows):
             self.pool.plan.refuse("crop", Trait.INSIDE, "call reset() and start again")
         if complete < length:
             raise self._unfinished(f"crop: to {length} of {self.length} tokens", complete)
-        if self._reach(length, bool(marks)) < length:
+        marked = {number for row in marks for number in row}
+        if self._reach(length, marked) < length:
             raise NotSupportedError(f"crop: to {length} of {self.length} tokens: {self._why()}")
         family, aside, last = self.pool.family, self._aside(length), self.under_way
+        aside = {kind: cache for kind, cache in aside.items() if family.tops.index(cache) not in marked}
         if complete == self.length:
             self.pool.make_given(self._pass)
         changes = []
         for i, seq in enumerate(self.sequences):
-            for cache in family.tops:
-                if marks and cache is family.states:
-                    change = family.states.prepare_restore_snapshot(seq, marks[i])
+            for number, cache in enumerate(family.tops):
+                if number in marked:
+                    change = cache.prepare_restore_snapshot(seq, marks[i][number])
                     assert change is not None, "the rows are longer than where their marks are"
                     changes.append(change)
                 else:
@@ -568,20 +622,24 @@ class BatchRows(ClaimedRows):
         self.pool.current = None
         self._now(length)
 
-    def _reach(self, length: int, marked: bool = False) -> int:
-        """The last position up to ``length`` that all rows can go back to."""
+    def _reach(self, length: int, marked: Collection[int] = ()) -> int:
+        """The last position up to ``length`` that all rows can go back to; the caches numbered in ``marked``
+        can go back to ``length``.
+        """
         family = self.pool.family
         while length:
             aside = self._aside(length)
             others = [
-                c for c in family.tops if c not in aside.values() and not (marked and c is family.states)
+                cache
+                for number, cache in enumerate(family.tops)
+                if number not in marked and cache not in aside.values()
             ]
             reached = min(
                 (c.resume_point(seq, length) for c in others for seq in self.sequences), default=length
             )
             if reached == length:
                 break
-            length, marked = reached, False
+            length, marked = reached, ()
         return length
 
     def _aside(self, length: int) -> dict[Kind, CausalCache]:
@@ -662,6 +720,7 @@ class BatchRows(ClaimedRows):
             )
         self.pool.remove(self.sequences, begin, end)
         self.removed += end - begin
+        self.interior = [one for one in self.interior if one.length <= begin]
         self._now(self.length - (end - begin))
 
     def clear(self) -> None:
@@ -676,6 +735,7 @@ class BatchRows(ClaimedRows):
 
     def _now(self, length: int) -> None:
         self.length = length
+        self.interior = [one for one in self.interior if one.length <= length]
         self.seen = [min(seen, length) for seen in self.seen]
         self._pass = None
         self._settle()

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 import ml
+from kvcache import Snapshot, deserialize, serialize
 from kvcache.integrations.transformers.bridge import dtype_of, torch_dtype
-from kvcache.snapshots.serialize import deserialize, serialize
-from kvcache.snapshots.snapshot import Snapshot
 from kvcache.stores import SerializedSnapshot, SnapshotCorruptError, SnapshotStore, put_snapshot
 
-__all__ = ["HFSnapshot", "like_of", "load", "save"]
+__all__ = ["HFSnapshot", "Interior", "like_of", "load", "save"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Interior:
+    """What windows and states held at ``length`` tokens, where the rows can go back to.
+
+    ``rows``: for each row, snapshots by the number of the cache in ``ModelCaches.tops``. They are copies;
+    full attention needs none.
+    """
+
+    length: int
+    rows: tuple[Mapping[int, Snapshot], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for row in self.rows for part in row.values())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,26 +47,47 @@ class HFSnapshot:
     """The number of the model's layers."""
     removed: int = 0
     """Tokens that ``HFCache.remove`` took from the middle."""
+    interior: tuple[Interior, ...] = ()
+    """Earlier positions that a cache can go back to, ascending."""
 
     def __repr__(self) -> str:
         return f"<HFSnapshot, rows: {len(self.rows)}, tokens of each: {self.length}, layers: {self.layers}>"
 
     @property
     def nbytes(self) -> int:
-        return sum(row.nbytes for row in self.rows)
+        return sum(one.nbytes for one in (*self.rows, *self.interior))
+
+    def thinned(self, inside: int | None) -> HFSnapshot:
+        """With at most ``inside`` bytes of ``interior`` (None: as many as everything else has)."""
+        stay, nbytes = [*self.interior], sum(one.nbytes for one in self.interior)
+        limit = self.nbytes - nbytes if inside is None else inside
+        while nbytes > limit:  # those with the closest neighbours are left out first
+            points = [0, *(one.length for one in stay), self.length]
+            closest = min(range(len(stay)), key=lambda i: points[i + 2] - points[i])
+            nbytes -= stay.pop(closest).nbytes
+        return replace(self, interior=tuple(stay))
 
 
 def save(store: SnapshotStore, key: str, backend: ml.Backend, snapshot: HFSnapshot) -> bool:
     """Store a snapshot as one entry; False if the key is already stored."""
     arrays: dict[str, Any] = {}
-    metas: list[Mapping[str, Any]] = []
-    for i, row in enumerate(snapshot.rows):
-        serialized = serialize(backend, row)
-        arrays.update({f"{i}:{name}": array for name, array in serialized.arrays.items()})
-        metas.append(dict(serialized.meta))
+
+    def add(label: str, part: Snapshot) -> Mapping[str, Any]:
+        serialized = serialize(backend, part)
+        arrays.update({f"{label}:{name}": array for name, array in serialized.arrays.items()})
+        return dict(serialized.meta)
+
+    interior = [
+        {"length": one.length, "rows": [
+            {str(n): add(f"{one.length}.{i}.{n}", part) for n, part in row.items()}
+            for i, row in enumerate(one.rows)
+        ]}
+        for one in snapshot.interior
+    ]  # fmt: skip
     meta = {
-        "length": snapshot.length, "activations": dtype_of(snapshot.like.dtype).name, "rows": metas,
-        "layers": snapshot.layers, "removed": snapshot.removed,
+        "length": snapshot.length, "activations": dtype_of(snapshot.like.dtype).name,
+        "rows": [add(str(i), row) for i, row in enumerate(snapshot.rows)],
+        "layers": snapshot.layers, "removed": snapshot.removed, "interior": interior,
     }  # fmt: skip
     return put_snapshot(store, key, SerializedSnapshot(meta, arrays))
 
@@ -69,13 +105,25 @@ def load(
 ) -> HFSnapshot:
     """The snapshot that ``save`` stored. Raises SnapshotCorruptError for other snapshots."""
     like = like_of(serialized, device)
+    arrays: dict[str, dict[str, Any]] = {}
+
+    def part(label: str, meta: Mapping[str, Any]) -> Snapshot:
+        return deserialize(backend, SerializedSnapshot(meta, arrays.get(label, {})))
+
     try:
-        rows = []
-        for i, meta in enumerate(serialized.meta["rows"]):
-            named = serialized.arrays.items()
-            own = {name.split(":", 1)[1]: a for name, a in named if name.startswith(f"{i}:")}
-            rows.append(deserialize(backend, SerializedSnapshot(meta, own)))
-        removed = int(serialized.meta.get("removed", 0))  # earlier files do not say
-        return HFSnapshot(int(serialized.meta["length"]), tuple(rows), like, layers, removed)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+        for name, array in serialized.arrays.items():
+            label, _, own = name.partition(":")
+            arrays.setdefault(label, {})[own] = array
+        rows = tuple(part(str(i), meta) for i, meta in enumerate(serialized.meta["rows"]))
+        # Earlier files say neither of these.
+        removed, inside = int(serialized.meta.get("removed", 0)), serialized.meta.get("interior", ())
+        interior = tuple(
+            Interior(length, tuple(
+                {int(n): part(f"{length}.{i}.{n}", meta) for n, meta in row.items()}
+                for i, row in enumerate(one["rows"])
+            ))
+            for one in inside if (length := int(one["length"]))
+        )  # fmt: skip
+        return HFSnapshot(int(serialized.meta["length"]), rows, like, layers, removed, interior)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise SnapshotCorruptError(f"HFCache.load: not what HFCache.save stored ({error!r})") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import ml
-from kvcache import NotSupportedError, OrderError, StateCache, StateSnapshot, StateSpec
+from kvcache import NotSupportedError, OrderError, Snapshot, StateCache, StateSnapshot, StateSpec
 from kvcache.integrations.transformers.bridge import dtype_of
 from kvcache.integrations.transformers.passes import ForwardPass
 from kvcache.integrations.transformers.rows import BatchRows, untraced
@@ -182,8 +182,8 @@ class States:
         """Keep the first ``length`` tokens of the rows; see ``BatchRows.cut``."""
         self.rows.cut(length, self._marks(length))
 
-    def _marks(self, length: int) -> list[StateSnapshot]:
-        """The rows' states at ``length``, from recorded inputs; [] if these do not suffice."""
+    def _marks(self, length: int) -> list[dict[int, Snapshot]]:
+        """The rows' states at ``length``, from recorded inputs, for ``cut``; [] if these do not suffice."""
         rows, plan = self.rows, self.rows.pool.plan
         layers = [i for i, count in enumerate(plan.states) if count]
         if not layers or not all(map(self.convolves, layers)):
@@ -202,7 +202,8 @@ class States:
             state = torch.nn.functional.pad(state, (size - state.shape[-1], 0))
             for row, states in enumerate(marks):
                 states[which, layer] = bridge.to_backend(self._at(layer), state[row : row + 1].contiguous())
-        return [StateSnapshot(length, length, states) for states in marks]
+        number = rows.pool.family.tops.index(cache)
+        return [{number: StateSnapshot(length, length, states)} for states in marks]
 
     def convolves(self, layer: int) -> bool:
         """Whether a layer has only convolution states, which can be recomputed from their inputs."""

@@ -25,13 +25,13 @@ from kvcache import (
     Batch,
     CacheFullError,
     CausalCache,
+    DenseBatch,
     InvalidRangeError,
     NotSupportedError,
     OrderError,
     StateSpec,
 )
 from kvcache.integrations.conversations import show_options
-from kvcache.integrations.rows.dense_batch import DenseBatch
 from kvcache.integrations.transformers.arguments import (
     CacheOptions,
     check_names,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -10,15 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvcache import NotSupportedError
-from kvcache.attention.batch import SequenceTokens
-from kvcache.attention.forward_pass import ForwardPass as Reading
+from kvcache import DenseBatch, NotSupportedError
 from kvcache.integrations.rows.caches import CHUNKED, Kind
-from kvcache.integrations.rows.dense_batch import DenseBatch
 from kvcache.integrations.transformers.deferred import Deferred
 from kvcache.integrations.transformers.passes import ForwardPass, Pair, Shown
 from kvcache.integrations.transformers.pool import CachePool
-from kvcache.storage.cell_table import Row
 
 __all__ = ["Stored", "decode_over_views", "is_recorded", "tokens_of", "without_gradients"]
 
@@ -98,8 +93,7 @@ class Stored:
 
     def _shown(self, mask: torch.Tensor | None, plain: bool) -> Shown:
         """What ``mask`` shows of the visible tokens; unless views are read, limits the reading to them."""
-        forward = self.pool.family.caches[self.kind].pass_under_way()
-        assert forward is not None
+        cache = self.pool.family.caches[self.kind]
         tokens, chunks = self.current.tokens, self.kind.name == CHUNKED
         rows: np.ndarray | None = None if mask is None else mask.cpu().numpy()
         if rows is not None and (rows.shape[1] != self.current.begin + tokens or (chunks and not rows.all())):
@@ -108,15 +102,13 @@ class Stored:
         if rows is not None:
             seen = rows[:, -self.reading.tokens :]
             hidden = seen.size - int(np.count_nonzero(seen))
-            call = forward.reading.config.call_bytes // forward.layers[self.layer].bytes_per_cell
+            call = cache.config.call_bytes // cache.storage.buffers[self.layer].bytes_per_cell
             dense = dense and hidden <= CALLS * len(rows) * call
             rows = rows if hidden else None
-        if not _goes_on(self.pool.shown.get(self.kind), rows):
-            forward.reading.start_anew()
+        continues = _goes_on(self.pool.shown.get(self.kind), rows)
         self.pool.shown[self.kind] = None if rows is None else rows.copy()  # the caller may change the mask
         blind = None if rows is None else self._blind(rows)
-        if rows is not None and not dense:
-            _hide(forward, rows, blind)
+        cache.pass_reads().show_only(None if dense else rows, blind, continues=continues)
         return Shown(mask, rows, True, blind, dense)
 
     def _blind(self, rows: np.ndarray) -> np.ndarray | None:
@@ -139,36 +131,6 @@ def _goes_on(before: np.ndarray | None, shown: np.ndarray | None) -> bool:
         return before is shown
     length = before.shape[1]
     return np.array_equal(shown[:, :length], before) and bool(shown[:, length - 1 :].all())
-
-
-def _hide(forward: Reading, shown: np.ndarray, blind: np.ndarray | None) -> None:
-    """Limit the reading of a pass over adjacent rows to what ``shown`` (rows, positions) shows, before it is
-    read. It uses a table without hidden cells. New tokens that see nothing, marked in ``blind`` (rows,
-    tokens), read an arbitrary cell, since every query must read one.
-    """
-    table, groups, unseeing = copy.copy(forward.table), [], []
-    table.rows = [*table.rows]
-    for group in forward.groups:
-        i, row = group.first_token // len(group), table.rows[group.seq]
-        visible = shown[i][row.positions]
-        if not visible.all():
-            rest = table.rows[group.seq] = Row()
-            rest.assign(row.positions[visible], row.cells[visible])
-        if blind is not None and blind[i].any():
-            seeing, tokens = ~blind[i], group.indices()
-            unseeing.append(tokens[blind[i]])
-            if not seeing.any():
-                continue
-            positions = group.positions[seeing]
-            group = SequenceTokens(group.seq, positions, tokens[seeing], int(positions[0]))
-        groups.append(group)
-    if unseeing:
-        queries, one = np.concatenate(unseeing), Row()
-        cell = forward.table.rows[forward.groups[0].seq].last_cell
-        one.assign(np.zeros(1, np.int64), np.array([cell]))
-        groups.append(SequenceTokens(len(table.rows), np.zeros(queries.size, np.int64), queries, 0))
-        table.rows.append(one)
-    forward.reading.hide(table, groups)
 
 
 def decode_over_views(

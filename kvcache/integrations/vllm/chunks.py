@@ -19,8 +19,7 @@ from kvcache.cache import NotSupportedError
 from kvcache.integrations.vllm.naming import Pages, Request, RequestKeys
 from kvcache.integrations.vllm.packing import Strides
 from kvcache.integrations.vllm.pages import PageFormat, RawPages, TokenPages
-from kvcache.stores import SerializedSnapshot
-from kvcache.stores.composing import digest_of
+from kvcache.stores import SerializedSnapshot, digest_of
 
 __all__ = ["BlockLayer", "ChunkRows", "HashNames", "TokenNames", "layout_of", "raw_rows", "token_rows"]
 

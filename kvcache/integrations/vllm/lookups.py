@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvcache import StoreTier
 from kvcache.integrations.vllm.counters import Counters
 from kvcache.integrations.vllm.work import Workers
-from kvcache.prefix.tiers import StoreTier
 
 __all__ = ["Lookups", "PageKeys", "stored_pages"]
 

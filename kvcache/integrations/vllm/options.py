@@ -8,7 +8,7 @@ from typing import Any
 
 from kvcache.cache import InvalidRangeError
 from kvcache.integrations.open_stores import check_number, parse_options
-from kvcache.stores.sizes import parse_bytes
+from kvcache.stores import StoreValueError, parse_bytes
 
 __all__ = ["LEAST_PAGE", "PAGES", "ConnectorOptions", "TierOptions"]
 
@@ -48,7 +48,7 @@ class ConnectorOptions:
         """Raises InvalidRangeError for an unknown option and for an invalid value."""
         options = parse_options(WHERE, given, [field.name for field in fields(cls)])
         if "host_memory" in options:
-            options["host_memory"] = parse_bytes(options["host_memory"], f"{WHERE}: host_memory")
+            options["host_memory"] = _bytes_of(options["host_memory"], f"{WHERE}: host_memory")
         for name, least in {"page_tokens": 0, "load_threads": 1, "lookup_threads": 1}.items():
             check_number(f"{WHERE}: {name}", options.get(name, least), int, least)
         for name in ("lookup_wait", "lookup_timeout", "save_wait"):
@@ -101,3 +101,10 @@ class TierOptions:
         if options.get("locality") not in (None, "LOCAL", "REMOTE"):
             raise InvalidRangeError(f"{TIERS}: locality={options['locality']!r}; it must be LOCAL or REMOTE")
         return cls(**options)
+
+
+def _bytes_of(size: int | str, what: str) -> int:
+    try:
+        return parse_bytes(size, what)
+    except StoreValueError as error:
+        raise InvalidRangeError(str(error)) from None

@@ -9,9 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 import ml
-from kvcache.snapshots.check_serialized import check_serialized
-from kvcache.snapshots.layer_shapes import check_layers
-from kvcache.storage.layer_shape import LayerShape
+from kvcache import check_serialized
 from kvcache.stores import SerializedSnapshot, SnapshotCorruptError
 
 __all__ = ["PageFormat", "RawPages", "TokenPages"]
@@ -67,9 +65,11 @@ class TokenPages:
             raise SnapshotCorruptError(
                 f"load: snapshot of {meta['dtype']}; the cache stores {self.dtype.name}"
             )
-        check_layers(page, {i: LayerShape(*widths) for i, widths in enumerate(self.layers)})
-        parts = {number: tensors for number, _, tensors in meta["layers"]}
-        return [_by_token(page, *tensor) for i in range(len(self.layers)) for tensor in parts[i]]
+        parts = {i: [_by_token(page, *tensor) for tensor in tensors] for i, _, tensors in meta["layers"]}
+        widths = {i: tuple(array.shape[1:] for array in arrays) for i, arrays in parts.items()}
+        if widths != dict(enumerate(self.layers)):
+            raise SnapshotCorruptError(f"load: layers of {widths}; the cache stores {self.layers}")
+        return [array for i in range(len(self.layers)) for array in parts[i]]
 
 
 def _by_token(page: SerializedSnapshot, name: str, axes: list[int]) -> np.ndarray:

@@ -30,13 +30,13 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from kvcache import StoreTier
 from kvcache.integrations.open_stores import StoresInUse, use_entry
 from kvcache.integrations.vllm.chunks import ChunkRows, HashNames, TokenNames, layout_of, raw_rows
 from kvcache.integrations.vllm.naming import Pages
 from kvcache.integrations.vllm.options import TierOptions
 from kvcache.integrations.vllm.transfers import PATIENCE
 from kvcache.integrations.vllm.work import Workers
-from kvcache.prefix.tiers import StoreTier
 from kvcache.stores import SerializedSnapshot, StoreUnavailableError
 
 __all__ = ["KVCacheTier", "Names"]

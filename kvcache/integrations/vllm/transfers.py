@@ -18,12 +18,12 @@ from typing import Protocol
 
 import numpy as np
 
+from kvcache import StoreTier
 from kvcache.integrations.open_stores import use_entry
 from kvcache.integrations.vllm.counters import Counters
 from kvcache.integrations.vllm.pages import PageFormat
 from kvcache.integrations.vllm.steps import PageLoad, PageSave, Report, Step
 from kvcache.integrations.vllm.work import Workers
-from kvcache.prefix.tiers import StoreTier, StoreWrite
 from kvcache.stores import SerializedSnapshot
 
 __all__ = ["Copied", "DeviceBlocks", "Transfers"]
@@ -207,7 +207,7 @@ class Transfers:
         ):
             page, copied = self._copying.popleft()
             packed = self._pages.pack(page.begin, copied.arrays)
-            self._tier.writes.submit(StoreWrite([(page.keys[self._rank], packed)], packed, page.keys[0]))
+            self._tier.write_later(page.keys[self._rank], packed, owner=page.keys[0])
         for write in self._tier.writes.finished():
             (self._report.failed if write.failed else self._report.stored).add(str(write.owner))
             self._counters.add("pages_refused" if write.failed else "pages_stored")

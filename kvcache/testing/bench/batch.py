@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 import ml
+from kvcache.attention.step_reads import StepReads
 from kvcache.cache import Batch, CacheDType
 from kvcache.caches.causal import CausalCache
 from kvcache.testing.bench.timing import Contender
-from kvcache.views.caches import reads_of
-from kvcache.views.step_reads import StepReads
 
 HEADS, KV_HEADS, DIM = 8, 4, 64
 LAYERS = 2
@@ -82,7 +81,7 @@ class BatchDecoding:
     @property
     def reads(self) -> StepReads:
         """What a step reads in each layer."""
-        reads = reads_of(self._cache)
+        reads = self._cache.step_reads()
         assert reads is not None
         return reads
 

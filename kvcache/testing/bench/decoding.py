@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import ml
+from kvcache.attention.step_reads import StepReads
 from kvcache.cache import Batch, CacheDType
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.windows import SlidingWindowCache
@@ -24,10 +24,12 @@ from kvcache.testing.bench import by_hand
 from kvcache.testing.bench.batch import CASES, BatchDecoding, Case, fill
 from kvcache.testing.bench.batch import LAYERS as BATCH_LAYERS
 from kvcache.testing.bench.timing import Contender, Trial, interleave
-from kvcache.views.step_reads import StepReads
 from kvcache.views.words import counted
 
-HEADS, DIM = 8, 128
+HEADS = 8
+"""KV heads of a layer, as many as there are query heads."""
+DIM = 128
+"""Numbers of a head."""
 LAYERS = 4
 """The first layer includes the preparation of a step; the others are timed together."""
 ROOM = 2048
@@ -183,15 +185,22 @@ def measure(
 
 def _by_hand(backend: ml.Backend) -> Any:
     """The module of floors and peers for this backend, or NumPy's; None if the device is not a CPU."""
-    name = f"kvcache.integrations.bench_{backend.name}"
     if backend.devices[0].kind != "cpu":
         return None
-    if importlib.util.find_spec(name) is None:
-        return by_hand
     try:
-        return importlib.import_module(name)
+        return floors_for(backend.name)
     except ImportError:
         return by_hand
+
+
+def floors_for(name: str) -> Any:
+    """The module of what a backend is compared with, by the backend's name.
+
+    ``floors(history, new, heads, dim, dtype, grow, window)`` are writes and views by hand, ``peers`` with
+    these arguments the installed caches of other runtimes: contenders by name. ``FLOORS`` names the floors.
+    Raises ImportError if there is no such module, or if its framework is not installed.
+    """
+    return importlib.import_module(f"kvcache.integrations.bench_{name}")
 
 
 def _steps(

@@ -504,6 +504,60 @@ class TestSharing:
         for held in (cache, second, third):
             assert torch.equal(carry_on(held), expected)
 
+    @pytest.mark.parametrize("name", EACH_KIND)
+    def test_a_loaded_cache_goes_back_to_snapshots_inside(self, name: str) -> None:
+        """A prompt that leaves the saved one computes its own tokens, and less than an interval before."""
+        made, ids, new = (
+            hf.model(name, max_position_embeddings=4096),
+            hf.tokens(2, 2000),
+            hf.tokens(2, 3, seed=5),
+        )
+        cache, store = HFCache(made.config, capacity=2048, lookback=0, interval=500), MemoryStore()
+        for part in ids.split(250, 1):
+            hf.feed(made, cache, part)
+        assert cache.save(store, "all")
+        assert cache.save(store, "one", inside=_inside(cache.snapshot()) // 3)
+        assert cache.save(store, "none", inside=0)
+        anywhere = name == "llama4"  # which keeps all tokens
+        for key, leaves, reached in [
+            *(("all", at, at - at % 500) for at in (1990, 1500, 600)),
+            ("one", 1990, 1000), ("one", 600, 0), ("none", 1990, 0),
+        ]:  # fmt: skip
+            loaded = HFCache(made.config, capacity=2048, lookback=0)
+            assert loaded.load(store, key)
+            assert loaded.rewind(leaves) == loaded.get_seq_length() == (leaves if anywhere else reached)
+            if key == "all":
+                rest = torch.cat((ids[:, loaded.get_seq_length() : leaves], new), 1)
+                logits = hf.feed(made, loaded, rest)[:, -new.shape[1] :]
+                hf.close(logits, hf.fresh(made, ids[:, :leaves], new))
+
+    @pytest.mark.parametrize("name", ["gemma3", "qwen3-next"])
+    def test_snapshots_inside_follow_their_rows(self, name: str) -> None:
+        made, ids, new = hf.model(name), hf.tokens(3, 40), hf.tokens(2, 3, seed=5)
+        cache = HFCache(made.config, capacity=64, max_sequences=5, lookback=0, interval=8)
+        for part in ids.split(10, 1):
+            hf.feed(made, cache, part)
+        cache.batch_select_indices([2, 0])
+        twin = cache.fork()
+        assert (cache.rewind(29), twin.rewind(31)) == (20, 30)
+        hf.close(hf.feed(made, cache, new), hf.fresh(made, ids[[2, 0], :20], new))
+        hf.close(hf.feed(made, twin, new), hf.fresh(made, ids[[2, 0], :30], new))
+        assert cache.rewind(19) == 10  # what was computed since is gone
+        hf.close(hf.feed(made, cache, new), hf.fresh(made, ids[[2, 0], :10], new))
+        with pytest.raises(InvalidRangeError, match="rewind: to 14; the cache has 13 tokens"):
+            cache.rewind(14)
+
+    @pytest.mark.parametrize("name", ["gemma3", "qwen3-next"])
+    def test_a_conversation_is_saved_with_the_snapshots_of_its_prefix_cache(self, name: str) -> None:
+        made, ids, store = hf.model(name), hf.tokens(1, 41), MemoryStore()
+        with HFPrefixCache(made, capacity=64, interval=8) as prefix, prefix.begin(ids[0].tolist()) as session:
+            session.prefill()
+            session.cache.save(store, "chat", inside=1 << 30)
+        loaded = HFCache(made.config, capacity=64, lookback=0)
+        assert loaded.load(store, "chat")
+        assert [loaded.rewind(at) for at in (40, 39, 20)] == [40, 32, 16]
+        hf.close(hf.feed(made, loaded, ids[:, 16:]), hf.fresh(made, ids[:, :16], ids[:, 16:]))
+
     def test_an_entry_that_does_not_count_removed_tokens_is_loaded(self) -> None:
         made, ids, store = hf.model("llama"), hf.tokens(2, 20), MemoryStore()
         cache, other = (HFCache(made.config, capacity=32) for _ in range(2))
@@ -511,7 +565,7 @@ class TestSharing:
         cache.save(store, "new")
         entry = get_snapshot(store, "new")
         assert entry is not None
-        meta = {name: value for name, value in entry.meta.items() if name != "removed"}
+        meta = {name: value for name, value in entry.meta.items() if name not in ("removed", "interior")}
         put_snapshot(store, "earlier", SerializedSnapshot(meta, entry.arrays))
         assert other.load(store, "earlier")
         hf.close(hf.feed(made, other, ids[:, 9:]), hf.fresh(made, ids[:, :9], ids[:, 9:]))
@@ -531,6 +585,11 @@ class TestSharing:
             fresh.load(store, "gemma")
         hf.feed(made, fresh, hf.tokens(2))  # the first batch still says how many rows there are
         hf.close(hf.feed(made, cache, ids[:, 12:]), hf.fresh(made, ids[:, :12], ids[:, 12:]))
+
+
+def _inside(snapshot: Any) -> int:
+    """Bytes of the snapshots inside."""
+    return sum(one.nbytes for one in snapshot.interior)
 
 
 def _encoded(made: Any, batch: dict[str, torch.Tensor]) -> Any:

@@ -14,9 +14,7 @@ import torch
 
 import ml
 from benchmarks.census import transformers as census
-from kvcache import Batch, CacheFullError, NotSupportedError
-from kvcache.integrations.rows.compressed import CompressedCache
-from kvcache.integrations.rows.dense_batch import DenseBatch
+from kvcache import Batch, CacheFullError, CompressedCache, DenseBatch, NotSupportedError
 from kvcache.integrations.transformers import HFCache, HFPrefixCache, HFStaticCache
 
 from ...rigs import hf_models as hf

@@ -15,8 +15,8 @@ from kvcache import Batch, CausalCache, SlidingWindowCache
 from kvcache.attention.calls import Call, plan_calls
 from kvcache.attention.forward_pass import ForwardPass
 from kvcache.attention.segments import Segment, find_segments, ragged_plan
+from kvcache.attention.step_reads import step_reads
 from kvcache.testing.traces import run_traces
-from kvcache.views.step_reads import step_reads
 from ml.ragged import RaggedPlan
 from ml.testing.ragged import ragged_reference
 

@@ -76,43 +76,12 @@ def test_positions_are_whole_numbers_and_a_refusal_changes_nothing(
     cache.remove(np.int64(0), np.int64(0))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: SlidingWindowCache("3"),  # type: ignore[arg-type]
-        lambda: SlidingWindowCache(2.5),  # type: ignore[arg-type]
-        lambda: SlidingWindowCache(-1),
-        lambda: SlidingWindowCache(4, memory=3),
-        lambda: SlidingWindowCache(3, -1),
-        lambda: ChunkedCache(0),
-        lambda: ChunkedCache(0.5),  # type: ignore[arg-type]
-        lambda: RecurrentCache((0,), (3,)),
-        lambda: RecurrentCache((2,), (-1,)),
-        lambda: RecurrentCache((2,), (3,), checkpoint_interval=0),
-    ],
-)
-def test_a_cache_is_not_made_of_sizes_that_mean_nothing(make: Callable[[], object]) -> None:
-    with pytest.raises(InvalidRangeError, match=r"it must be a whole number of at least|memory"):
-        make()
-
-
-@pytest.mark.parametrize("caches", [(3,), (CausalCache,), (CausalCache(),) * 2], ids=["3", "class", "twice"])
-def test_a_wrapper_takes_cache_objects_each_once(caches: tuple[Any, ...]) -> None:
-    with pytest.raises(InvalidRangeError, match=r"is not a Cache|is given twice"):
-        WrapperCache(*caches)
-
-
 @pytest.mark.parametrize("items", [5, [3], [None]], ids=repr)
 def test_items_of_a_batch_come_in_pairs(numpy: ml.Backend, items: Any) -> None:
     cache = EncoderCache()
     cache.init(numpy, ml.DType.F32, 2, 8, 4)
     with numpy.new_context() as ctx, pytest.raises(InvalidBatchError, match="pairs of"):
         cache.start_forward(ctx, Batch([0], [0], multimodal=items))
-
-
-def test_a_shift_that_is_no_function_is_refused() -> None:
-    with pytest.raises(InvalidRangeError, match="shift=3; it must be a function"):
-        CausalCache(3)  # type: ignore[arg-type]
 
 
 def _turned(ctx: ml.Context, layer: int, key: ml.Tensor, offsets: ml.Tensor) -> ml.Tensor:
@@ -185,16 +154,9 @@ def _put(cache: Any, ctx: ml.Context, kind: str, positions: list[int], sequences
     return [int(number) for number in cache.get(ctx)[0].to_numpy().ravel()]
 
 
-@pytest.mark.parametrize("option", ["backlog", "in_flight", "interval"])
-def test_a_prefix_cache_refuses_amounts_below_zero(numpy: ml.Backend, option: str) -> None:
+def test_amounts_of_a_prefix_cache_may_be_zero_or_texts(numpy: ml.Backend) -> None:
     cache = CausalCache()
     cache.init(numpy, ml.DType.F32, 2, 8, 8)
-    with pytest.raises(InvalidRangeError, match="PrefixCache: budget=-1"):
-        PrefixCache(cache, -1)
-    with pytest.raises(InvalidRangeError, match=f"PrefixOptions: {option}=-1"):
-        PrefixOptions(**{option: -1})  # type: ignore[arg-type]
-    with pytest.raises(InvalidRangeError, match=r"HostTier: budget=-1"):
-        HostTier(-1)
     PrefixCache(cache, budget=0, tiers=[HostTier(0)]).close()
     options = PrefixOptions(backlog="32KiB", in_flight="1 MiB", read_ahead="1.5KB")
     stored: dict[str, Any] = {"tiers": [MemoryStore()], "identity": {"model": "m"}}
@@ -204,7 +166,7 @@ def test_a_prefix_cache_refuses_amounts_below_zero(numpy: ml.Backend, option: st
 
 
 def test_options_of_a_prefix_cache_may_be_named(numpy: ml.Backend) -> None:
-    """Beside those of ``options``, which they replace; what is none is refused with those that there are."""
+    """Beside those of ``options``, which they replace."""
     cache = CausalCache()
     cache.init(numpy, ml.DType.F32, 2, 8, 8)
     stored: dict[str, Any] = {"tiers": [MemoryStore()], "identity": {"model": "m"}}
@@ -213,9 +175,3 @@ def test_options_of_a_prefix_cache_may_be_named(numpy: ml.Backend) -> None:
         assert prefix.tree.store is not None
         assert prefix.tree.store.writes.backlog == 32 << 10
     assert options.backlog == 1
-    with pytest.raises(
-        ml.OptionError, match=r"PrefixCache: no option 'interva'; PrefixOptions has interval, "
-    ):
-        PrefixCache(cache, interva=8)
-    with pytest.raises(InvalidRangeError, match=r"PrefixCache: options=8; it must be PrefixOptions"):
-        PrefixCache(cache, options=8)  # type: ignore[arg-type]

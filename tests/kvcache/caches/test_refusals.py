@@ -14,7 +14,23 @@ import pytest
 
 import kvcache
 import ml
-from kvcache import Batch, CausalCache, InvalidBatchError, InvalidRangeError, InvalidSequenceError, OrderError
+from kvcache import (
+    Batch,
+    CausalCache,
+    ChunkedCache,
+    HostTier,
+    InvalidBatchError,
+    InvalidRangeError,
+    InvalidSequenceError,
+    OrderError,
+    PrefixCache,
+    PrefixOptions,
+    RecurrentCache,
+    SlidingWindowCache,
+    StateCache,
+    StateSpec,
+    WrapperCache,
+)
 from kvcache.caches import branches
 from kvcache.testing.harness import every_kind
 from kvcache.testing.models.attention import Setup
@@ -52,6 +68,50 @@ def deliver(
     cache.deliver_states(ctx, "conv", ctx.zeros(shape, DType.F32), at, layer)
 
 
+MAKING: Table = {
+    InvalidRangeError: {
+        "SlidingWindowCache: window='3'; it must be": lambda c: SlidingWindowCache("3"),
+        "SlidingWindowCache: window=2.5; it must be": lambda c: SlidingWindowCache(2.5),
+        "SlidingWindowCache: window=-1; it must be": lambda c: SlidingWindowCache(-1),
+        "SlidingWindowCache: memory=3; it must be a whole number of at least 4": lambda c: SlidingWindowCache(
+            4, 3
+        ),
+        "SlidingWindowCache: memory=-1; it must be": lambda c: SlidingWindowCache(3, -1),
+        "ChunkedCache: chunk=0; it must be": lambda c: ChunkedCache(0),
+        "ChunkedCache: chunk=0.5; it must be": lambda c: ChunkedCache(0.5),
+        "StateSpec: shape (0,): size=0; it must be": lambda c: RecurrentCache((0,), (3,)),
+        "StateSpec: shape (-1,): size=-1; it must be": lambda c: RecurrentCache((2,), (-1,)),
+        "StateCache: checkpoint_interval=0; it must be": lambda c: RecurrentCache(
+            (2,), (3,), checkpoint_interval=0
+        ),
+        "StateCache: states: layer -1; layers are numbered from 0": lambda c: StateCache({-1: {}}),
+        "StateCache: state 'a/b'; a name must be": lambda c: StateCache({0: {"a/b": StateSpec((1,))}}),
+        "StateSpec: shape (2, 0): size=0": lambda c: StateSpec((2, 0)),
+        "WrapperCache: 3 is not a Cache; give it cache objects": lambda c: WrapperCache(3),
+        "WrapperCache: <class 'kvcache.caches.causal.CausalCache'> is not a Cache": lambda c: WrapperCache(
+            CausalCache
+        ),
+        "WrapperCache: <CausalCache: ": lambda c: WrapperCache(c, c),
+        "WrapperCache: no cache given; it must wrap at least one": lambda c: WrapperCache(),
+        "shift=3; it must be a function, or None": lambda c: CausalCache(3),
+        "PrefixCache: 'cache' is not a cache": lambda c: PrefixCache("cache"),
+        "PrefixCache: budget=-1; it must be a number of bytes": lambda c: PrefixCache(c, -1),
+        "PrefixCache: options=8; it must be PrefixOptions(...)": lambda c: PrefixCache(c, options=8),
+        "PrefixOptions: backlog=-1; it must be": lambda c: PrefixOptions(backlog=-1),
+        "PrefixOptions: in_flight=-1; it must be": lambda c: PrefixOptions(in_flight=-1),
+        "PrefixOptions: interval=-1; it must be": lambda c: PrefixOptions(interval=-1),
+        "HostTier: budget=-1; it must be": lambda c: HostTier(-1),
+    },
+    ml.DTypeError: {"StateSpec: dtype=DType.Q8_0; it must be": lambda c: StateSpec((2,), DType.Q8_0)},
+    ml.OptionError: {
+        "PrefixCache: no option 'interva'; PrefixOptions has interval, ": lambda c: PrefixCache(c, interva=8),
+    },
+    OrderError: {
+        "PrefixCache: the cache has not been initialized; call init first": lambda c: PrefixCache(
+            CausalCache()
+        ),
+    },
+}
 ATTENTION: Table = {
     ml.DTypeError: {
         "attend: query in I32": lambda c, x: c.attend(x, zeros(x, 5, 2, 8, dtype=DType.I32), 1.0),
@@ -212,6 +272,14 @@ WRAPPER: Table = {
         ),
     },
 }
+
+
+@refuses(MAKING)
+def test_what_no_cache_is_made_of_is_refused(backend: ml.Backend, error: Any, says: str, call: Any) -> None:
+    cache = CausalCache()
+    cache.init(backend, DType.F32, 2, 8, 8)
+    check_refused(error, says, call, cache)
+    PrefixCache(cache).close()
 
 
 @refuses(ATTENTION)

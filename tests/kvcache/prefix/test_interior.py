@@ -279,7 +279,7 @@ def test_nothing_is_remembered_of_conversations_that_are_gone(talk: Talk, tiers:
     for heap in (interior._heap, *interior._of.values()):
         assert len(heap) <= 64 + 2 * len(r.prefix.tree.radix_tree)
     r.prefix.clear()
-    assert not any((interior._changed, interior._spans, interior._heap, *interior._of.values()))
+    assert not any((interior._changed, interior._saved, interior._heap, *interior._of.values()))
 
 
 @pytest.mark.parametrize("quick", [True, False])

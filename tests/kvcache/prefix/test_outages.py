@@ -24,9 +24,9 @@ from kvcache.stores import (
     StoreReadOnlyError,
     StoreUnavailableError,
 )
-from kvcache.testing.servers import ValkeyServer
 
 from ...needs import need_server
+from ...rigs.servers import ValkeyServer
 from .rigs.conversing import ConversationSetup, Rig
 from .rigs.stores import CALLS, Clock, FlakyStore
 

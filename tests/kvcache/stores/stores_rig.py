@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from kvcache.stores import FileStore, StoreUnavailableError
-from kvcache.testing.servers import ValkeyServer
 
 from ...needs import need_server
 from ...rigs.mooncake_pool import MooncakePool
+from ...rigs.servers import ValkeyServer
 
 posix = pytest.mark.skipif(os.name != "posix", reason="FileStore needs a POSIX system")
 KINDS = ("file", "valkey", "mooncake")

@@ -23,11 +23,11 @@ from typing import Any
 import pytest
 
 from kvcache.stores import StoreUnavailableError
-from kvcache.testing.servers import ValkeyServer
 from kvcache.testing.stores import content
 
 from ...needs import need_server
 from ...rigs.mooncake_pool import MooncakePool
+from ...rigs.servers import ValkeyServer
 from .stores_crash import IN_FOLDERS, ON_SERVERS
 from .stores_rig import MIB, pool, posix, server
 

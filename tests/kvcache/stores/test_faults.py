@@ -21,11 +21,11 @@ from kvcache.stores import (
     StoreUnavailableError,
     open_store,
 )
-from kvcache.testing.servers import ValkeyServer, wait_until
 from kvcache.testing.stores import CALLS, content, present, read
 
 from ...needs import need_server
 from ...rigs.mooncake_pool import MooncakePool
+from ...rigs.servers import ValkeyServer, wait_until
 from .stores_rig import MIB, FilePlace, Place, every_kind, native, places, pool, posix, server
 
 __all__ = ["native", "places", "pool", "server"]

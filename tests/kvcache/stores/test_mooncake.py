@@ -23,10 +23,10 @@ from kvcache.stores.mooncake.client import Client
 from kvcache.stores.mooncake.connecting import LIMITS, set_limits
 from kvcache.stores.mooncake.staging import Staging
 from kvcache.stores.mooncake.transfer import HEADER
-from kvcache.testing.servers import wait_until
 from kvcache.testing.stores import content, read
 
 from ...rigs.mooncake_pool import MooncakePool
+from ...rigs.servers import wait_until
 from ..prefix.rigs.conversing import LONG, ConversationSetup, Rig
 from .stores_rig import MIB, Change, MooncakePlace, native, places, pool
 

@@ -31,10 +31,10 @@ from kvcache.stores.valkey import transfer
 from kvcache.stores.valkey.entries import SLACK
 from kvcache.stores.valkey.manifest import CHUNK, ENTRY_FORMAT, RemoteManifest
 from kvcache.stores.valkey.options import ValkeyOptions
-from kvcache.testing.servers import ValkeyServer
 from kvcache.testing.stores import content, read
 
 from ...needs import need_program
+from ...rigs.servers import ValkeyServer
 from .valkey_rig import BIG, Open, chunk_of, client, names, open_here, served, server, store
 
 __all__ = ["client", "open_here", "server", "store"]

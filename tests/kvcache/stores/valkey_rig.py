@@ -13,9 +13,9 @@ from valkey import Valkey
 
 from kvcache.stores import ValkeyStore
 from kvcache.stores.valkey.manifest import CHUNK, RemoteManifest
-from kvcache.testing.servers import ValkeyServer
 
 from ...needs import NO_SERVER
+from ...rigs.servers import ValkeyServer
 from .stores_rig import server
 
 __all__ = ["BIG", "Open", "chunk_of", "client", "names", "open_here", "served", "server", "store"]

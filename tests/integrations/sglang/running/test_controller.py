@@ -11,8 +11,7 @@ import torch
 from sglang.srt.managers.cache_controller import HiCacheController, PrefetchAck
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-from kvcache.testing.servers import ValkeyServer
-
+from ....rigs.servers import ValkeyServer
 from .pools import PAGE, allocator, config, device_pool, fill, host_pool, page_of, slots
 
 TOKENS = [*range(7, 7 + 5 * PAGE)]

@@ -15,8 +15,8 @@ from kvcache.integrations.vllm import KVCacheConnector
 from kvcache.prefix.outages import Outages
 from kvcache.stores import SnapshotCorruptError, StoreFullError, StoreUnavailableError, open_store
 from kvcache.stores.file import FileStore
-from kvcache.testing.servers import ValkeyServer
 
+from ....rigs.servers import ValkeyServer
 from .engines import Engine, answer, beside_rejecting, engine, sampling, tokens_of, transfer, worker
 from .models import prompt
 

@@ -1,6 +1,6 @@
 """Rows of different lengths: what is read of them as one tensor, and what queries see of that, against lists.
 
-Quantized storage, shared cells and refusals are the same code: ../test_dense_batch.py.
+Quantized storage, shared cells and refusals are the same code: test_dense_batch.py.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache import Batch, CausalCache, ChunkedCache, NotSupportedError, SlidingWindowCache
-from kvcache.integrations.mlx_lm.masks import visible_columns, visible_mask
-from kvcache.integrations.rows.dense_batch import DenseBatch
+from kvcache import Batch, CausalCache, ChunkedCache, DenseBatch, NotSupportedError, SlidingWindowCache
+
+from ...rigs.each_backend import each_backend
 
 HEADS, DIM = 2, 32
+
+backend = each_backend("numpy", "mlx")
 
 
 class Filled:
@@ -42,7 +44,7 @@ class Filled:
 
     def rows(self, reading: DenseBatch) -> np.ndarray:
         key, value = (x.to_numpy() for x in reading.read(self.ctx, 3))
-        assert key.shape == (len(reading.rows), HEADS, reading.tokens, DIM)
+        assert key.shape == (len(key), HEADS, reading.tokens, DIM)
         assert (key == value).all()
         marks: np.ndarray = key[:, 0, :, 0]
         return marks
@@ -112,7 +114,7 @@ def test_a_query_sees_what_its_cache_says_narrowed_by_a_window(
     positions = np.array([[9, 10], [4, 5]])
     reading = filled.reading([0, 1])
     marks = filled.rows(reading)
-    first, stop = visible_columns(filled.cache, reading, positions, window)
+    first, stop = reading.visible_columns(positions, window)
     for row in range(2):
         for column, position in enumerate(positions[row].tolist()):
             lowest = max(0, low(position), position - (99 if window is None else window))
@@ -124,12 +126,12 @@ def test_a_window_and_kept_tokens_apart_from_it_are_no_range(backend: ml.Backend
     filled = Filled(SlidingWindowCache(3, memory=6, keep=2), backend)
     filled.run(0, 0, 9)
     reading = filled.reading([0])
-    assert [part.tolist() for part in visible_columns(filled.cache, reading, np.array([[1, 5]]))] == [
+    assert [part.tolist() for part in reading.visible_columns(np.array([[1, 5]]))] == [
         [[0, 0]],
         [[2, 6]],
     ]
     with pytest.raises(NotSupportedError, match="first 2 tokens"):
-        visible_columns(filled.cache, reading, np.array([[5, 8]]))
+        reading.visible_columns(np.array([[5, 8]]))
 
 
 @pytest.mark.parametrize("window", [None, 1])
@@ -137,7 +139,7 @@ def test_the_mask_of_a_pass_is_known_before_its_first_put(backend: ml.Backend, w
     filled = Filled(SlidingWindowCache(2), backend)
     filled.run(0, 0, 4)
     filled.cache.start_forward(filled.ctx, Batch([4, 5, 6], [0, 0, 0]))
-    mask = visible_mask(filled.cache, filled.ctx, window)
+    mask = filled.cache.pass_reads().mask(filled.ctx, window)
     marks = np.arange(4, 7, dtype=np.float32)
     key = filled.ctx.from_numpy(np.broadcast_to(marks[:, None, None], (3, HEADS, DIM)))
     filled.cache.put(filled.ctx, key, key)

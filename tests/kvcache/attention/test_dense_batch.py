@@ -12,16 +12,15 @@ import ml
 from kvcache import (
     Batch,
     CausalCache,
-    EncoderCache,
+    DenseBatch,
     InvalidRangeError,
     InvalidSequenceError,
     OrderError,
     SequenceLostError,
     SlidingWindowCache,
 )
-from kvcache.integrations.rows.dense_batch import DenseBatch, read_encoded
 
-from ..rigs.each_backend import each_backend
+from ...rigs.each_backend import each_backend
 
 HEADS, DIM, VALUE_DIM = 2, 4, 3
 
@@ -173,29 +172,6 @@ class TestRefusals:
         written.cache.mark_lost(0)
         with pytest.raises(SequenceLostError, match=r"remove\(0, 0\)"):
             DenseBatch(written.cache, [0])
-
-
-def test_what_an_encoder_gave(backend: ml.Backend) -> None:
-    ctx, cache = backend.new_context(), EncoderCache()
-    cache.init(backend, ml.DType.F32, 3, 16, 16)
-    cache.start_forward(ctx, Batch([0, 0], [2, 0]))
-    key, value = (
-        np.arange(2 * 5 * HEADS * d, dtype=np.float32).reshape(10, HEADS, d) for d in (DIM, VALUE_DIM)
-    )
-    cache.set_layer(1)
-    cache.put(ctx, ctx.from_numpy(key), ctx.from_numpy(value))
-    for sequences, order in (([2, 0], [0, 1]), ([0], [1]), ([0, 2, 0], [1, 0, 1])):
-        for found, whole in zip(read_encoded(ctx, cache, 1, sequences), (key, value), strict=True):
-            parts = whole.reshape(2, 5, HEADS, -1)[order].transpose(0, 2, 1, 3)
-            np.testing.assert_array_equal(found.to_numpy(), parts)
-    with pytest.raises(OrderError, match=r"\[1\]"):
-        read_encoded(ctx, cache, 1, [0, 1])
-    with pytest.raises(OrderError):
-        read_encoded(ctx, cache, 0, [0])
-    cache.start_forward(ctx, Batch([0], [1]))
-    cache.put(ctx, ctx.from_numpy(key[:3]), ctx.from_numpy(value[:3]))
-    with pytest.raises(InvalidRangeError, match=r"\[3, 5\]"):
-        read_encoded(ctx, cache, 1, [0, 1])
 
 
 @pytest.mark.parametrize("sequences", [[0, 1], [1, 0]])

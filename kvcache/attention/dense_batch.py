@@ -21,12 +21,13 @@ import numpy as np
 
 import ml
 from kvcache.attention.batch import check_sequence
-from kvcache.cache import InvalidRangeError, OrderError, SequenceLostError
+from kvcache.attention.history import LowerBound, kept_entries, narrowed
+from kvcache.cache import InvalidRangeError, NotSupportedError, SequenceLostError
 from kvcache.storage.cell_storage import CellStorage
 from kvcache.storage.cell_table import CellTable, Row, is_run
 from kvcache.storage.device_copies import HostArray, HostArrays
 
-__all__ = ["DenseBatch", "read_encoded"]
+__all__ = ["DenseBatch"]
 
 
 class HasCells(Protocol):
@@ -36,22 +37,22 @@ class HasCells(Protocol):
     def storage(self) -> CellStorage:
         """The cell table and the buffers; OrderError before ``init``."""
 
-
-class HasEncoderOutput(Protocol):
-    """A cache of encoder outputs, as EncoderCache is."""
-
-    def encoder_output(self, seq: int, layer: int) -> tuple[ml.Tensor, ml.Tensor] | None:
-        """K (length, kv_heads, head_dim) and V of a sequence in a layer; None if nothing is stored."""
+    def lower_bound(self) -> LowerBound | None:
+        """The lowest position that a query sees, as a function of its own position; None: 0."""
 
 
 class DenseBatch:
-    """The content of ``sequences`` from position ``begin`` on, at its current cells, for reading any layer.
-    All sequences must have every position from ``begin`` to the same end. With ``uneven`` they may differ,
-    and None is an empty sequence; columns past the end of a row are unspecified.
+    """Several sequences of an attention cache as one tensor (sequences, heads, tokens, dim).
+
+    For runtimes whose attention has a batch axis. It covers ``sequences`` of ``cache``, a CausalCache or one
+    of its kinds, from position ``begin`` on, at their current cells. All sequences must have every position
+    from ``begin`` to the same end. With ``uneven`` they may differ, and None is an empty sequence; columns
+    past the end of a row are unspecified.
 
     It is valid until one of the sequences changes. Its tensors alias the cache if ``is_view``, else they are
     gathered copies. ``unwritten`` lets ``read`` return cells that nothing was put into. Raises
-    InvalidRangeError if the sequences have different ends or lack a position.
+    InvalidRangeError if the sequences have different ends or lack a position, InvalidSequenceError for an
+    unknown sequence, SequenceLostError for a lost one.
     """
 
     def __init__(
@@ -62,12 +63,12 @@ class DenseBatch:
         unwritten: bool = False,
         uneven: bool = False,
     ) -> None:
-        self._storage = cache.storage
+        self._cache, self._storage = cache, cache.storage
         table = self._storage.table
-        self.rows = _rows_of(table, sequences)
-        self._checked = () if unwritten else self.rows
-        self.begin, self.end = begin, max(row.last for row in self.rows) + 1
-        self._cells = [row.cells[row.index(begin) :] if begin else row.cells for row in self.rows]
+        self._rows = _rows_of(table, sequences)
+        self._checked = () if unwritten else self._rows
+        self.begin, self.end = begin, max(row.last for row in self._rows) + 1
+        self._cells = [row.cells[row.index(begin) :] if begin else row.cells for row in self._rows]
         if uneven:
             self.tokens = max(1, *(cells.size for cells in self._cells))
         else:
@@ -75,11 +76,11 @@ class DenseBatch:
             self._check_even(sequences)
         self.even: tuple[int, int] | None = None
         """The first cell and the distance between rows in cells, if the rows are evenly spaced runs."""
-        if all(row.contiguous or is_run(own) for row, own in zip(self.rows, self._cells, strict=True)):
+        if all(row.contiguous or is_run(own) for row, own in zip(self._rows, self._cells, strict=True)):
             self.even = self._distances(table.cells)
 
     def _check_even(self, sequences: Sequence[int | None]) -> None:
-        for seq, row, cells in zip(sequences, self.rows, self._cells, strict=True):
+        for seq, row, cells in zip(sequences, self._rows, self._cells, strict=True):
             first = len(row) - cells.size
             ends_there = row.last + 1 == self.end and cells.size == self.tokens
             if not ends_there or (cells.size and int(row.positions[first]) != self.begin):
@@ -140,6 +141,44 @@ class DenseBatch:
             extra = buffer.gather_batch(ctx, self._index.on(ctx), *shape)
         return extra.reshape(ctx, *shape, buffer.dim)
 
+    def read_stored(self, ctx: ml.Context, layer: int) -> tuple[ml.Tensor, ...]:
+        """K and V of a layer as they are stored: the parts of K in its format, then those of V.
+
+        Each part is (sequences, kv_heads, tokens, width), a view or a copy, as for ``read``. V has none if
+        the keys contain the values.
+        """
+        buffers = self._storage.readable("DenseBatch", layer, self._checked, self.begin)
+        shape, parts = (len(self._cells), self.tokens), buffers.parts
+        if self.even is not None:
+            return tuple(part.read_batch(ctx, *self.even, *shape, heads_first=True) for part in parts)
+        cells = self._index.on(ctx)
+        return tuple(part.gather_batch(ctx, cells, *shape, heads_first=True) for part in parts)
+
+    def visible_columns(
+        self, positions: np.ndarray, window: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The columns ``[first, stop)`` that each query at ``positions`` (sequences, tokens) sees.
+
+        Both are I64 (sequences, tokens). The cache's own window or chunk applies; ``window`` further limits a
+        query to that many positions before its own. Raises NotSupportedError if it sees two ranges, the first
+        tokens that a window keeps and the window itself.
+        """
+        lower = narrowed(self._cache.lower_bound(), window)
+        stop = np.empty_like(positions)
+        first = np.zeros_like(positions)
+        for i, row in enumerate(self._rows):
+            stored = row.positions
+            stop[i] = np.searchsorted(stored, positions[i], side="right")
+            if lower is not None:
+                first[i] = np.searchsorted(stored, lower(positions[i]))
+                first[i][first[i] <= kept_entries(row, lower)] = 0
+        if lower is not None and lower.keep and first.any():
+            raise NotSupportedError(
+                f"visible_columns: a query sees its window and the first {lower.keep} tokens, which is not "
+                "one range of columns; use attend or get, or a cache without keep"
+            )
+        return first, stop
+
 
 def _rows_of(table: CellTable, sequences: Sequence[int | None]) -> list[Row]:
     """The rows of these sequences, an empty one for None. Refuses an empty list, and unknown and lost
@@ -156,29 +195,3 @@ def _rows_of(table: CellTable, sequences: Sequence[int | None]) -> list[Row]:
                 f"DenseBatch: the data of sequence {seq} is lost; call remove({seq}, 0) and compute it again"
             )
     return [Row() if seq is None else table.rows[seq] for seq in sequences]
-
-
-def read_encoded(
-    ctx: ml.Context, cache: HasEncoderOutput, layer: int, sequences: Sequence[int]
-) -> tuple[ml.Tensor, ml.Tensor]:
-    """K (sequences, kv_heads, length, head_dim) and V of the encoder outputs of several sequences. A view for
-    one sequence, else a copy. Raises OrderError if one has none, InvalidRangeError if the outputs differ in
-    length.
-    """
-    outputs = {seq: pair for seq in sequences if (pair := cache.encoder_output(seq, layer)) is not None}
-    missing = [seq for seq in sequences if seq not in outputs]
-    if missing:
-        raise OrderError(f"read_encoded: sequences {missing} have no encoder output in layer {layer}")
-    pairs = [outputs[seq] for seq in sequences]
-    lengths = {key.shape[0] for key, _ in pairs}
-    if len(lengths) != 1:
-        raise InvalidRangeError(f"read_encoded: encoder outputs of {sorted(lengths)} positions in one read")
-    return _stacked(ctx, [key for key, _ in pairs]), _stacked(ctx, [value for _, value in pairs])
-
-
-def _stacked(ctx: ml.Context, parts: Sequence[ml.Tensor]) -> ml.Tensor:
-    """Parts (length, heads, dim), stacked to (parts, heads, length, dim)."""
-    whole = parts[0].reshape(ctx, 1, *parts[0].shape)
-    for part in parts[1:]:
-        whole = whole.concat(ctx, part.reshape(ctx, 1, *part.shape), 0)
-    return whole.permute(ctx, 0, 2, 1, 3)

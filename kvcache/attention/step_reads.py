@@ -1,4 +1,4 @@
-"""What a step that decodes a token of every sequence reads."""
+"""Report on what a step that decodes a token of every sequence reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from kvcache.storage.cell_table import CellTable
 
 @dataclass(frozen=True, slots=True)
 class StepReads:
-    """What a step that decodes a token of every sequence reads in each layer, in cells."""
+    """What a step that decodes a token of every sequence reads in each layer, in cells: see
+    ``CausalCache.step_reads``.
+    """
 
     calls: int
     """Of attention, on a backend without a kernel for ragged batches."""

@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 import ml
-from kvcache import Batch, CausalCache, NotSupportedError
-from kvcache.cache import CacheDType
+from kvcache.cache import Batch, CacheDType, NotSupportedError
 from kvcache.caches.base import PreparedCalls
+from kvcache.caches.causal import CausalCache
 from kvcache.snapshots.snapshot import AttentionSnapshot
 
 __all__ = ["CompressedCache"]

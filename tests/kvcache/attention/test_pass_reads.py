@@ -1,0 +1,152 @@
+"""What runtimes ask of the current pass, and where they write themselves: against what ``get`` returns."""
+
+from __future__ import annotations
+
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ml
+from kvcache import Batch, CausalCache, DenseBatch, OrderError, SlidingWindowCache
+
+from ...rigs.each_backend import each_backend
+
+HEADS, DIM = 2, 32
+
+backend = each_backend("numpy", "torch", "mlx")
+
+
+def filled(backend: ml.Backend, lengths: dict[int, int], dtype: Any = ml.DType.F32) -> Any:
+    """A cache of one layer; the key and the value at (seq, position) are seq * 1000 + position."""
+    cache, ctx = CausalCache(), backend.new_context()
+    cache.init(backend, dtype, 3, 16, 16)
+    for seq, length in lengths.items():
+        put(cache, ctx, [(seq, position) for position in range(length)])
+    return cache, ctx
+
+
+def put(cache: CausalCache, ctx: ml.Context, tokens: list[tuple[int, int]]) -> None:
+    cache.start_forward(ctx, Batch([position for _, position in tokens], [seq for seq, _ in tokens]))
+    store(cache, ctx, tokens)
+
+
+def store(cache: CausalCache, ctx: ml.Context, tokens: list[tuple[int, int]]) -> None:
+    marks = np.array([seq * 1000 + position for seq, position in tokens], np.float32)
+    key = ctx.from_numpy(
+        np.ascontiguousarray(np.broadcast_to(marks[:, None, None], (len(tokens), HEADS, DIM)))
+    )
+    cache.put(ctx, key, key)
+
+
+def test_positions_of_the_rows_of_get(backend: ml.Backend) -> None:
+    cache, ctx = filled(backend, {0: 5, 1: 3})
+    cache.copy_prefix(0, 2, 4)
+    cache.start_forward(ctx, Batch([4, 5], [2, 2]))
+    positions = cache.pass_reads().positions(ctx)
+    store(cache, ctx, [(2, 4), (2, 5)])
+    marks = cache.get(ctx)[0].to_numpy()[:, 0, 0]
+    own = positions >= 0
+    assert sorted(positions[own].tolist()) == [0, 1, 2, 3, 4, 5]
+    assert (marks[own] % 1000 == positions[own]).all()
+
+
+def test_what_a_query_sees_cell_by_cell(backend: ml.Backend) -> None:
+    cache, ctx = filled(backend, {0: 3, 1: 2})
+    put(cache, ctx, [(1, 2), (0, 3), (0, 4)])
+    seen, queries, cells = cache.pass_reads().seen()
+    assert queries.tolist() == [[1, 2], [0, 3], [0, 4]]
+    mask = cache.get(ctx)[2].to_numpy() == 0
+    assert (mask == seen).all()
+    key = cache.layer_cells(0).key.to_numpy()[cells, 0, 0]
+    assert [sorted(key[row].tolist()) for row in seen] == [[1000, 1001, 1002], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
+
+
+def test_a_pass_shows_only_what_the_runtime_shows(backend: ml.Backend) -> None:
+    """Of row 0 two tokens are hidden, of row 1 all but the last, so that its first query sees nothing."""
+    cache, ctx = filled(backend, {0: 4, 1: 4})
+    tokens = [(0, 4), (0, 5), (1, 4), (1, 5)]
+    cache.start_forward(ctx, Batch([position for _, position in tokens], [seq for seq, _ in tokens]))
+    shown = np.array([[False, False, True, True, True, True], [False, False, False, False, False, True]])
+    cache.pass_reads().show_only(shown, np.array([[False, False], [True, False]]))
+    store(cache, ctx, tokens)
+    out = cache.attend(ctx, ctx.zeros((4, HEADS, DIM), ml.DType.F32), 1.0).to_numpy()[:, 0, 0]
+    assert np.isfinite(out).all()
+    np.testing.assert_allclose(out[[0, 1, 3]], [np.mean([2, 3, 4]), np.mean([2, 3, 4, 5]), 1005], rtol=1e-6)
+
+
+def test_there_is_nothing_to_ask_outside_a_pass_or_in_another_thread(backend: ml.Backend) -> None:
+    cache, ctx = filled(backend, {})
+    with pytest.raises(OrderError, match="pass_reads: there is no current pass"):
+        cache.pass_reads()
+    cache.start_forward(ctx, Batch([0], [0]))
+    refused: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            cache.pass_reads().mask(ctx)
+        except OrderError as error:
+            refused.append(error)
+
+    asking = Thread(target=ask)
+    asking.start()
+    asking.join()
+    assert [str(error)[:15] for error in refused] == ["PassReads.mask:"]
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_tokens_written_directly_are_those_of_put(name: str) -> None:
+    with ml.open_backend(name) as backend:
+        cache, ctx = filled(backend, {0: 3})
+        cells = cache.layer_cells(0)
+        cache.start_forward(ctx, Batch([3, 4], [0, 0]))
+        assert cells.writable()
+        first, _ = DenseBatch(cache, [0], unwritten=True).even or (0, 0)
+        for whole, mark in ((cells.key, 7.0), (cells.value, 8.0)):
+            ctx.full((2, HEADS, DIM), mark, ml.DType.F32).copy(ctx, whole.slice(ctx, 0, first + 3, first + 5))
+        cells.note_written()
+        assert not cells.writable()  # written, and read
+        key, value, _ = cache.get(ctx)
+        assert key.to_numpy()[:, 0, 0].tolist() == [0, 1, 2, 7, 7]
+        assert value.to_numpy()[:, 0, 0].tolist() == [0, 1, 2, 8, 8]
+        assert cache.computed(0) == 5
+        assert cells.current
+        cache.start_forward(ctx, Batch([4], [0]), read_only=True)
+        assert not cells.writable()
+        cache.remove(0, 0)
+        assert not cells.writable()  # no pass
+
+
+def test_only_plain_keys_and_values_alone_can_be_written_directly(backend: ml.Backend) -> None:
+    assert filled(backend, {})[0].layer_cells(0) is None
+    assert filled(backend, {0: 1}, "Q8_0")[0].layer_cells(0) is None
+    cache, ctx = filled(backend, {})
+    cache.start_forward(ctx, Batch([0], [0]))
+    cache.put(ctx, ctx.zeros((1, 1, DIM), ml.DType.F32))
+    assert cache.layer_cells(0) is None  # keys that contain the values
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["view", "gathered"])
+def test_stored_parts_are_those_of_a_snapshot(backend: ml.Backend, order: list[int]) -> None:
+    cache, ctx = filled(backend, {0: 3, 1: 3}, ("Q8_0", "F16"))
+    batch = DenseBatch(cache, order)
+    assert batch.is_view == (order == [0, 1])
+    for row, seq in enumerate(order):
+        expected = cache.snapshot(seq).read()[0].tensors
+        parts = batch.read_stored(ctx, 0)
+        assert len(parts) == len(expected) == 3
+        for part, whole in zip(parts, expected, strict=True):
+            np.testing.assert_array_equal(part.to_numpy()[row].transpose(1, 0, 2), whole.to_numpy())
+
+
+def test_the_report_of_a_step(backend: ml.Backend) -> None:
+    cache, _ = filled(backend, {})
+    assert cache.step_reads() is None
+    cache, _ = filled(backend, {0: 3, 1: 2})
+    assert cache.step_reads().cells == 5
+    window = SlidingWindowCache(1)
+    ctx = backend.new_context()
+    window.init(backend, ml.DType.F32, 1, 16, 4)
+    put(window, ctx, [(0, 0), (0, 1), (0, 2)])
+    assert window.step_reads() is not None
