@@ -211,6 +211,14 @@ def speculation() -> Record:
     return {draft: float(tokens) for draft, temperature, _, _, tokens in rows if temperature == "0.0"}
 
 
+def suites() -> Record:
+    return runs.fields("conformance")
+
+
+def quick_suites() -> Record:
+    return runs.fields("conformance-quick")
+
+
 def soak() -> Record:
     """``answers``: those that nobody left."""
     cells = runs.fields("soak")["cells"]

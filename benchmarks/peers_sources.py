@@ -27,7 +27,7 @@ REPOSITORIES = {
     "nano-vllm": "GeeeekExplorer/nano-vllm",
 }
 """On GitHub."""
-TAGGED = {"transformers", "sglang"}
+TAGGED = {"mlx-lm", "transformers", "sglang"}
 """Peers whose source distributions lack tests, or that have none: their tags are cloned."""
 NANO_VLLM = "bb823b3e06983d71485a8e1f23715ebd87d98ef8"
 """No package index has it, and it has no tags."""

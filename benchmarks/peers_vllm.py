@@ -68,7 +68,7 @@ class _Connector(KVCacheConnector):  # type: ignore[misc]
         folder = transfer.get_from_extra_config("shared_storage_path", None)
         tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         transfer.kv_connector_extra_config = {
-            "store": f"file://{folder}?durable=no" if folder else "memory:",
+            "store": f"file://{folder}?durable=no" if Path(folder or "").is_absolute() else "memory:",
             "identity": {"model": "m"}, "page_tokens": tokens, "lookup_wait": 20.0, "lookup_timeout": 20.0,
         }  # fmt: skip
         super().__init__(config, role, kv_cache_config)
