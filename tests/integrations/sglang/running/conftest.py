@@ -46,3 +46,11 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     return f"file://{tmp_path / 'store'}"
+
+
+@pytest.fixture(autouse=True)
+def whatever_memory_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang leaves 10 GiB of the host's memory to others; the pools here have kilobytes."""
+    from sglang.srt.mem_cache.pool_host import base
+
+    monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)
