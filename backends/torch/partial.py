@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch.nn import functional
 
+from backends.torch import store
 from backends.torch.kernels import (
     Bias,
     CausalMasks,
@@ -21,7 +22,6 @@ from backends.torch.kernels import (
     natives,
     with_sinks,
 )
-from backends.torch.store import alias
 from backends.torch.tensor import Placement, TorchTensor
 from ml.base import check_attention
 from ml.base.checks import check_mask
@@ -131,7 +131,7 @@ def decoding_step(
         ):
             return None
         q = q.reshape(grouped)
-        k, v = alias(k, *keys), alias(v, *values)
+        k, v = store.alias(k, *keys), store.alias(v, *values)
         if flash and scale > 0:
             out = functional.scaled_dot_product_attention(q, k, v, scale=scale)
         else:

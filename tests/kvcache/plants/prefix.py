@@ -120,7 +120,7 @@ BUGS: dict[str, list[Bug]] = {
         ("prefix.eviction:Copies.copy_out", "conversations_in_turn[wrapper-1]", always(False)),
         ("prefix.eviction:Copies.copy_out", "a_prompt_that_parts[wrapper]", always(False)),
         ("prefix.eviction:Evictor._has_room", "without_a_budget[sliding]", always(True)),
-        ("prefix.eviction:_span", "what_is_left_of[wrapper]",
+        ("prefix.eviction:_saved", "what_is_left_of[wrapper]",
          lambda f, node: None if f(node) is None else 0),
     ],
     "tests/kvcache/prefix/test_paging.py": [
