@@ -94,7 +94,7 @@ peers-caches: export PEERS_SRC := $(PEERS_SRC)
 peers-caches: $(VENV)/.installed-bench .venv-vllm/.installed
 	$(BIN)/python -m benchmarks.peers_caches
 	$(VLLM) -m benchmarks.peers_caches --only vLLM:
-	$(VLLM) -m pytest -q -W default -p no:cacheprovider tests/benchmarks/test_peers_caches.py
+	$(VLLM) -m pytest -q -W default -p no:cacheprovider tests/benchmarks/test_peers_caches.py -k "KVCacheManager or CPU_ATTN"
 
 # The loop of somebody who edits: lint, types, and tests on NumPy. Left out are other frameworks, what is compiled, whole
 # suites, models and the engine, servers and stores of others, processes, long conversations, and what pages show.
