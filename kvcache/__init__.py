@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from kvcache.prefix.zmq_publisher import ZmqPublisher
     from kvcache.snapshots.check_serialized import check_serialized
     from kvcache.snapshots.layer_shapes import layers_of_cache
+    from kvcache.snapshots.schedule import thin_snapshots
     from kvcache.snapshots.serialize import deserialize, serialize
     from kvcache.snapshots.snapshot import (
         AttentionSnapshot,
@@ -147,6 +148,7 @@ __all__ = [
     "layers_of_cache",
     "open_format",
     "serialize",
+    "thin_snapshots",
 ]
 
 _ELSEWHERE = {
@@ -199,6 +201,7 @@ _ELSEWHERE = {
     "layers_of_cache": "snapshots.layer_shapes",
     "open_format": "storage.formats",
     "serialize": "snapshots.serialize",
+    "thin_snapshots": "snapshots.schedule",
 }
 """The module of each name that is not in kvcache.cache."""
 

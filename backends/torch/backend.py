@@ -73,7 +73,7 @@ class TorchBackend(PlacedBackend):
         self.foreign = tuple(TorchStorage(self, i, None) for i in range(len(self.places)))
         self.causal_masks = CausalMasks()
         self._step: tuple[object, DecodingStep | None] = None, None
-        """The calls of the last pass that decoded, and how its layers attend."""
+        """The calls of the last pass that decoded over runs of cells, and how its layers attend."""
         self.group: BaseGroup | None = None
         self.settle: Callable[[str], None] | None = None
         """Set by a group of several ranks; called before the host waits for a result."""
@@ -189,7 +189,8 @@ class TorchBackend(PlacedBackend):
             known, step = self._step
             if known is not levels:
                 step = decoding_step(ctx, query, key, value, levels)
-                self._step = levels, step
+                if step is not None:  # other calls may have tensors, which would be kept
+                    self._step = levels, step
             result = step and step(ctx, query, key, value, scale)
             if result is not None:
                 return result

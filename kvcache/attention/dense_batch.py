@@ -22,7 +22,7 @@ import numpy as np
 import ml
 from kvcache.attention.batch import check_sequence
 from kvcache.attention.history import LowerBound, kept_entries, narrowed
-from kvcache.cache import InvalidRangeError, NotSupportedError, SequenceLostError
+from kvcache.cache import InvalidRangeError, NotSupportedError, SequenceLostError, check_whole
 from kvcache.storage.cell_storage import CellStorage
 from kvcache.storage.cell_table import CellTable, Row, is_run
 from kvcache.storage.device_copies import HostArray, HostArrays
@@ -50,9 +50,9 @@ class DenseBatch:
     past the end of a row are unspecified.
 
     It is valid until one of the sequences changes. Its tensors alias the cache if ``is_view``, else they are
-    gathered copies. ``unwritten`` lets ``read`` return cells that nothing was put into. Raises
-    InvalidRangeError if the sequences have different ends or lack a position, InvalidSequenceError for an
-    unknown sequence, SequenceLostError for a lost one.
+    gathered copies. After ``close``, reading raises ClosedError. ``unwritten`` lets ``read`` return cells
+    that nothing was put into. Raises InvalidRangeError if the sequences have different ends or lack a
+    position, InvalidSequenceError for an unknown sequence, SequenceLostError for a lost one.
     """
 
     def __init__(
@@ -63,8 +63,13 @@ class DenseBatch:
         unwritten: bool = False,
         uneven: bool = False,
     ) -> None:
-        self._cache, self._storage = cache, cache.storage
-        table = self._storage.table
+        if not (hasattr(type(cache), "storage") and hasattr(type(cache), "lower_bound")):
+            raise InvalidRangeError(
+                f"DenseBatch: {type(cache).__name__} has no cells of its own; it must be a CausalCache or "
+                "one of its kinds (of a WrapperCache, one of its caches)"
+            )
+        check_whole("DenseBatch", "begin", begin)
+        self._cache, table = cache, cache.storage.table
         self._rows = _rows_of(table, sequences)
         self._checked = () if unwritten else self._rows
         self.begin, self.end = begin, max(row.last for row in self._rows) + 1
@@ -121,7 +126,7 @@ class DenseBatch:
         Quantized storage is dequantized to the dtype of the tensors put. A strided view is read-only if
         sequences share cells.
         """
-        buffers = self._storage.readable("DenseBatch", layer, self._checked, self.begin)
+        buffers = self._cache.storage.readable("DenseBatch", layer, self._checked, self.begin)
         shape = len(self._cells), self.tokens
         if self.even is not None:
             return buffers.read_batch(ctx, *self.even, *shape, heads_first=True)
@@ -131,7 +136,7 @@ class DenseBatch:
         """An extra of a layer, (sequences, tokens, numbers) in its own dtype; None if it stores none. A view
         or a copy, as for ``read``.
         """
-        buffers = self._storage.buffers.get(layer)
+        buffers = self._cache.storage.buffers.get(layer)
         if buffers is None or name not in buffers.extra:
             return None
         buffer, shape = buffers.extra[name], (len(self._cells), self.tokens)
@@ -147,7 +152,7 @@ class DenseBatch:
         Each part is (sequences, kv_heads, tokens, width), a view or a copy, as for ``read``. V has none if
         the keys contain the values.
         """
-        buffers = self._storage.readable("DenseBatch", layer, self._checked, self.begin)
+        buffers = self._cache.storage.readable("DenseBatch", layer, self._checked, self.begin)
         shape, parts = (len(self._cells), self.tokens), buffers.parts
         if self.even is not None:
             return tuple(part.read_batch(ctx, *self.even, *shape, heads_first=True) for part in parts)
@@ -161,8 +166,14 @@ class DenseBatch:
 
         Both are I64 (sequences, tokens). The cache's own window or chunk applies; ``window`` further limits a
         query to that many positions before its own. Raises NotSupportedError if it sees two ranges, the first
-        tokens that a window keeps and the window itself.
+        tokens that a window keeps and the window itself, InvalidRangeError for positions of another shape.
         """
+        if np.ndim(positions) != 2 or len(positions) != len(self._rows):
+            raise InvalidRangeError(
+                f"visible_columns: positions {np.shape(positions)}; they must be ({len(self._rows)}, tokens)"
+            )
+        if window is not None:
+            check_whole("visible_columns", "window", window)
         lower = narrowed(self._cache.lower_bound(), window)
         stop = np.empty_like(positions)
         first = np.zeros_like(positions)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvcache.attention.forward_pass import ForwardPass
+from kvcache.cache import ClosedError, OrderError
 from kvcache.storage.cell_storage import CellStorage
 from kvcache.storage.layer_buffers import LayerBuffers
 
@@ -32,12 +33,15 @@ class LayerCells:
         self._cache, self._layer, self._buffers = cache, layer, buffers
         (self.key,), (self.value,) = buffers.whole
         self._forward: ForwardPass | None = None
-        """The pass that ``writable`` was last asked in."""
+        """The pass in which ``writable`` was True, and ``note_written`` is to be called."""
 
     @property
     def current(self) -> bool:
         """Whether the cache still stores the layer in these tensors: not after ``close``, for example."""
-        return self._cache.storage.buffers.get(self._layer) is self._buffers
+        try:
+            return self._cache.storage.buffers.get(self._layer) is self._buffers
+        except ClosedError:
+            return False
 
     def writable(self) -> bool:
         """Whether the layer's tokens of the current pass may be written here, bypassing ``put``.
@@ -45,12 +49,22 @@ class LayerCells:
         False if ``put`` has more to do or would refuse: outside a pass, in another thread, in a pass that is
         read-only or has fixed shapes, after a read in this pass, or if the tensors are no longer ``current``.
         """
-        forward = self._forward = self._cache.pass_under_way()
-        return forward is not None and forward.goes_straight(self._layer, self._buffers)
+        forward = self._cache.pass_under_way()
+        straight = forward is not None and forward.goes_straight(self._layer, self._buffers)
+        self._forward = forward if straight else None
+        return straight
 
     def note_written(self) -> None:
-        """Record that the layer's tokens of the pass are written and read; ``writable`` was True in it."""
+        """Record that the layer's tokens of the pass are written and read.
+
+        Raises OrderError unless ``writable`` was True last, in the current pass.
+        """
         forward = self._forward
-        assert forward is not None
+        if forward is None or forward is not self._cache.pass_under_way():
+            raise OrderError(
+                f"note_written: layer {self._layer} may not be written directly now; ask writable in each "
+                "pass, and where it is False, call put"
+            )
+        self._forward = None
         forward.note_put(self._buffers)
         self._buffers.note_read()

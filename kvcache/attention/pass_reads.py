@@ -10,7 +10,8 @@ import ml
 from kvcache.attention.batch import SequenceTokens
 from kvcache.attention.forward_pass import ForwardPass
 from kvcache.attention.history import History, find_history, narrowed
-from kvcache.cache import Mask, OrderError, check_thread
+from kvcache.attention.layer_cells import HasPasses
+from kvcache.cache import InvalidRangeError, Mask, OrderError, check_thread, check_whole
 from kvcache.storage.cell_table import Row
 
 __all__ = ["PassReads"]
@@ -19,11 +20,18 @@ __all__ = ["PassReads"]
 class PassReads:
     """What the queries of a cache's current pass see, as ``CausalCache.pass_reads`` returns it.
 
-    Known from ``start_forward`` on, before the first ``put``. Valid until the pass ends.
+    Known from ``start_forward`` on, before the first ``put``. After the pass, calls raise OrderError.
     """
 
-    def __init__(self, forward: ForwardPass) -> None:
-        self._forward = forward
+    def __init__(self, cache: HasPasses, forward: ForwardPass) -> None:
+        self._cache, self._begun = cache, forward
+
+    def _current(self, op: str) -> ForwardPass:
+        if self._cache.pass_under_way() is not self._begun:
+            raise OrderError(
+                f"PassReads.{op}: its pass has ended; call pass_reads() after each start_forward"
+            )
+        return self._begun
 
     def mask(self, ctx: ml.Context, window: int | None = None) -> Mask | np.ndarray:
         """The mask over the rows that ``get`` returns in this pass.
@@ -32,6 +40,8 @@ class PassReads:
         on the host, True where a query sees a row. ``window`` further limits each query to itself and that
         many positions before it. Raises OrderError in another thread than the pass's.
         """
+        if window is not None:
+            check_whole("PassReads.mask", "window", window)
         forward, history = self._shared("mask", ctx)
         lower, lifted = narrowed(forward.reading.lower, window), forward.reading.lifted
         elided = history.elided(lower, lifted)
@@ -54,19 +64,21 @@ class PassReads:
 
     def _shared(self, op: str, ctx: ml.Context) -> tuple[ForwardPass, History]:
         """The pass, and what ``get`` reads in it."""
-        forward = self._forward
+        forward = self._current(op)
         check_thread(f"PassReads.{op}", forward.thread)
         forward.fill(ctx)
         return forward, forward.reading.shared(ctx)[0]
 
     def seen(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Which query sees which cell: (seen, queries, cells), on the host and without any tensor.
+        """Which query sees which cell: (seen, queries, cells), on the host and without any tensor, in any
+        thread.
 
         ``seen`` BOOL (tokens, history); ``queries`` I64 (tokens, 2), the sequence and the position of each
         token of the batch; ``cells`` I64 (history,), the cell of each column. Raises OrderError for a pass
         that only reserves memory.
         """
-        forward, plan = self._forward, self._forward.reading
+        forward = self._current("seen")
+        plan = forward.reading
         if forward.reserve:
             raise OrderError(
                 "PassReads.seen: the current pass reserves memory and stores nothing; it has no mask yet"
@@ -88,9 +100,14 @@ class PassReads:
         (rows, positions) marks what every query of a row may see of its sequence; None: everything. ``blind``
         BOOL (rows, new tokens) marks queries that see nothing; their results are unspecified, but finite.
         Hidden tokens are not read. ``continues``: the pass reads what the previous one read, and then its own
-        tokens, so that its plan can be extended instead of made anew.
+        tokens, so that its plan can be extended instead of made anew. Raises InvalidRangeError for other
+        shapes, OrderError in another thread than the pass's.
         """
-        forward = self._forward
+        forward = self._current("show_only")
+        check_thread("PassReads.show_only", forward.thread)
+        rows, last = len(forward.groups), max(int(group.positions[-1]) for group in forward.groups)
+        _check_marks("shown", shown, (rows, last + 1))
+        _check_marks("blind", blind, (rows, forward.tokens // rows))
         if not continues:
             forward.reading.start_anew()
         if shown is None:
@@ -118,3 +135,13 @@ class PassReads:
             groups.append(SequenceTokens(len(table.rows), np.zeros(queries.size, np.int64), queries, 0))
             table.rows.append(one)
         forward.reading.hide(table, groups)
+
+
+def _check_marks(name: str, marks: np.ndarray | None, least: tuple[int, int]) -> None:
+    if marks is None:
+        return
+    shape, kind = np.shape(marks), str(getattr(marks, "dtype", type(marks).__name__))
+    if kind != "bool" or len(shape) != 2 or shape[0] != least[0] or shape[1] < least[1]:
+        raise InvalidRangeError(
+            f"PassReads.show_only: {name} {kind} {shape}; it must be bool ({least[0]}, {least[1]} or more)"
+        )

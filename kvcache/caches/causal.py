@@ -480,7 +480,7 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
 
     def pass_reads(self) -> PassReads:
         """What the queries of the current pass see. Raises OrderError outside a pass."""
-        return PassReads(self._pass or self._started("pass_reads"))
+        return PassReads(self, self._pass or self._started("pass_reads"))
 
     # Sequences.
 

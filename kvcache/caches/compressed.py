@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 import ml
-from kvcache.cache import Batch, CacheDType, NotSupportedError
+from kvcache.cache import Batch, CacheDType, NotSupportedError, check_whole
 from kvcache.caches.base import PreparedCalls
 from kvcache.caches.causal import CausalCache
 from kvcache.snapshots.snapshot import AttentionSnapshot
@@ -31,7 +31,7 @@ class CompressedCache(PreparedCalls[AttentionSnapshot]):
 
     def __init__(self, rate: int) -> None:
         super().__init__()
-        self.rate, self.entries = rate, CausalCache()
+        self.rate, self.entries = check_whole("CompressedCache", "rate", rate, least=1), CausalCache()
         self._starts = False
         """Whether the last pass completes an entry."""
 

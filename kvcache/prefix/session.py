@@ -37,7 +37,7 @@ from kvcache.prefix.prefix_tree import Path, PrefixTree
 from kvcache.prefix.radix_tree import Node, common_length
 from kvcache.prefix.retention import Retention
 from kvcache.prefix.tree_entry import TreeEntry, content_of
-from kvcache.snapshots.schedule import REPLACED
+from kvcache.snapshots.schedule import REPLACED, thin_snapshots
 from kvcache.snapshots.serialize import deserialize
 from kvcache.snapshots.snapshot import Snapshot, SnapshotChain, unwrapped_snapshot
 from kvcache.stores import SerializedSnapshot
@@ -289,7 +289,7 @@ class Session:
         those of the end, and earlier snapshots those of positions at which other prompts may diverge.
         ``inside`` limits the bytes of these windows and states (None: as many as everything else has; 0:
         none). Those with the closest neighbours are left out first, and their tokens become part of the next
-        snapshot.
+        snapshot. Of windows alone, each of whose snapshots is complete, only those of the end are returned.
         """
         self._check("snapshots")
         if inside is not None:
@@ -730,15 +730,10 @@ def thinned(pieces: Sequence[Snapshot], inside: int | None) -> list[list[Snapsho
 
     The windows and states of all but the last one have at most ``inside`` bytes then.
     """
-    whole = [sum(part.nbytes for part in unwrapped_snapshot(one) if not part.divisible) for one in pieces]
-    limit = sum(piece.nbytes for piece in pieces) - sum(whole[:-1]) if inside is None else inside
-    stay, nbytes = [*range(len(pieces))], sum(whole[:-1])
-    while nbytes > limit:
-
-        def between(place: int, stay: list[int] = stay) -> int:
-            return pieces[stay[place + 1]].end - pieces[stay[place]].begin
-
-        nbytes -= whole[stay.pop(min(range(len(stay) - 1), key=between))]
+    before = pieces[:-1]
+    whole = [sum(part.nbytes for part in unwrapped_snapshot(one) if not part.divisible) for one in before]
+    limit = sum(piece.nbytes for piece in pieces) - sum(whole) if inside is None else inside
+    stay = [*thin_snapshots([piece.end for piece in pieces], whole, limit), len(before)]
     starts = [0, *(i + 1 for i in stay[:-1])]
     return [[*pieces[start : i + 1]] for start, i in zip(starts, stay, strict=True)]
 

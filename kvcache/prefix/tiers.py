@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 import ml
+from kvcache.cache import InvalidRangeError, check_whole
 from kvcache.prefix.break_even import BreakEven
 from kvcache.prefix.outages import READING, WRITING, Outages
 from kvcache.stores.buffers import WritableBuffer
@@ -220,8 +221,14 @@ class StoreTier:
 
         ``backend``: the backend that will read the entries, which determines the kind of memory.
         ``break_even`` decides which store is asked for how many tokens (None: every store, for any number).
+        Raises InvalidRangeError for anything else than stores, or none.
         """
         self.stores = tuple(stores)
+        if not self.stores or not all(isinstance(store, SnapshotStore) for store in self.stores):
+            raise InvalidRangeError(
+                f"StoreTier: stores={stores!r:.80}; it must be a list of at least one store (see open_store)"
+            )
+        check_whole("StoreTier", "backlog", backlog)
         self.break_even = break_even or BreakEven(always=True)
         self.writes = WriteQueue(backlog, self.write, self.prefix)
         self.written = 0

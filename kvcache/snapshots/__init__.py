@@ -3,5 +3,5 @@
 Used by other packages: the snapshot classes of ``snapshot``, the managers ``AttentionSnapshots`` and
 ``StateSnapshots``, ``SnapshotSchedule``, ``CellReservation`` and ``IncomingSnapshot`` (cells reserved for
 content that is still to arrive), ``serialize`` and ``deserialize``, ``cut_serialized``, ``check_serialized``,
-``layers_of_cache`` and ``check_layers``.
+``layers_of_cache``, ``check_layers`` and ``thin_snapshots``.
 """

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 from kvcache.cache import InvalidRangeError, whole_numbers
 from kvcache.snapshots.snapshot import Snapshot
 
-__all__ = ["REPLACED", "SnapshotSchedule"]
+__all__ = ["REPLACED", "SnapshotSchedule", "thin_snapshots"]
 
 S = TypeVar("S", bound=Snapshot)
 REPLACED = -1
@@ -132,3 +132,18 @@ class SnapshotSchedule(Generic[S]):
     def drop(self, seq: int) -> None:
         for by_sequence in (self._due, self._taken, self._skipped, self._from):
             by_sequence.pop(seq, None)
+
+
+def thin_snapshots(ends: Sequence[int], sizes: Sequence[int], limit: int) -> list[int]:
+    """Which snapshots inside a sequence stay, by index and ascending, if together they may have ``limit``
+    bytes.
+
+    The i-th ends at position ``ends[i]``, ascending, and has ``sizes[i]`` bytes; ``ends`` also has the end of
+    the sequence. Those with the closest neighbours are left out first, so that the rest is evenly spaced.
+    """
+    stay, nbytes = [*range(len(sizes))], sum(sizes)
+    while stay and nbytes > limit:
+        points = [0, *(ends[i] for i in stay), ends[-1]]
+        closest = min(range(len(stay)), key=lambda at: points[at + 2] - points[at])
+        nbytes -= sizes[stay.pop(closest)]
+    return stay

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import ml
-from kvcache import Snapshot, deserialize, serialize
+from kvcache import Snapshot, deserialize, serialize, thin_snapshots
 from kvcache.integrations.transformers.bridge import dtype_of, torch_dtype
 from kvcache.stores import SerializedSnapshot, SnapshotCorruptError, SnapshotStore, put_snapshot
 
@@ -59,13 +59,10 @@ class HFSnapshot:
 
     def thinned(self, inside: int | None) -> HFSnapshot:
         """With at most ``inside`` bytes of ``interior`` (None: as many as everything else has)."""
-        stay, nbytes = [*self.interior], sum(one.nbytes for one in self.interior)
-        limit = self.nbytes - nbytes if inside is None else inside
-        while nbytes > limit:  # those with the closest neighbours are left out first
-            points = [0, *(one.length for one in stay), self.length]
-            closest = min(range(len(stay)), key=lambda i: points[i + 2] - points[i])
-            nbytes -= stay.pop(closest).nbytes
-        return replace(self, interior=tuple(stay))
+        sizes, ends = [one.nbytes for one in self.interior], [one.length for one in self.interior]
+        limit = self.nbytes - sum(sizes) if inside is None else inside
+        stay = thin_snapshots([*ends, self.length], sizes, limit)
+        return replace(self, interior=tuple(self.interior[i] for i in stay))
 
 
 def save(store: SnapshotStore, key: str, backend: ml.Backend, snapshot: HFSnapshot) -> bool:

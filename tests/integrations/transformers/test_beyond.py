@@ -387,6 +387,19 @@ class TestGoingBack:
         cache.crop(-3)
         hf.close(hf.feed(made, cache, ids[:, 10:]), hf.fresh(made, ids[:, :10], ids[:, 10:]))
 
+    @pytest.mark.parametrize("layer", [1, -1])
+    @pytest.mark.parametrize("name", ["llama", "gemma3", "llama4", "qwen3-next"])
+    def test_rewinding_takes_back_a_pass_that_failed(self, name: str, layer: int) -> None:
+        """States go back to a snapshot inside, as some layers have gone on."""
+        made, ids = hf.model(name), hf.tokens(2, 20)
+        cache = HFCache(made.config, capacity=32, interval=4)
+        for part in ids[:, :10].split(5, 1):
+            hf.feed(made, cache, part)
+        with hf.failing(made.model.layers[layer].mlp if name != "llama4" else made.model.layers[layer]):
+            hf.feed(made, cache, ids[:, 10:13])
+        assert cache.rewind(10) == cache.get_seq_length() == 10
+        hf.close(hf.feed(made, cache, ids[:, 10:]), hf.fresh(made, ids[:, :10], ids[:, 10:]))
+
     @pytest.mark.parametrize("kind", [HFCache, HFStaticCache])
     def test_a_first_pass_that_failed_is_noticed_and_forgotten(self, kind: Any) -> None:
         made, ids = hf.model("gemma3"), hf.tokens(2, 20)

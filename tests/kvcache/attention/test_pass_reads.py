@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import Thread
 from typing import Any
 
@@ -9,9 +10,20 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache import Batch, CausalCache, DenseBatch, OrderError, SlidingWindowCache
+from kvcache import (
+    Batch,
+    CausalCache,
+    ClosedError,
+    DenseBatch,
+    EncoderCache,
+    InvalidRangeError,
+    OrderError,
+    SlidingWindowCache,
+    WrapperCache,
+)
 
 from ...rigs.each_backend import each_backend
+from ...rigs.refusals import Table, check_refused, refuses
 
 HEADS, DIM = 2, 32
 
@@ -93,6 +105,73 @@ def test_there_is_nothing_to_ask_outside_a_pass_or_in_another_thread(backend: ml
     asking.start()
     asking.join()
     assert [str(error)[:15] for error in refused] == ["PassReads.mask:"]
+
+
+def test_what_a_pass_said_is_not_said_of_the_next(backend: ml.Backend) -> None:
+    cache, ctx = filled(backend, {0: 3})
+    cache.start_forward(ctx, Batch([3], [0]))
+    reads, cells = cache.pass_reads(), cache.layer_cells(0)
+    assert cells.writable()
+    store(cache, ctx, [(0, 3)])
+    cache.start_forward(ctx, Batch([4], [0]))
+    asked: dict[str, Callable[[], object]] = {
+        "PassReads.mask": lambda: reads.mask(ctx),
+        "PassReads.positions": lambda: reads.positions(ctx),
+        "PassReads.seen": reads.seen,
+        "PassReads.show_only": lambda: reads.show_only(None),
+        "note_written": cells.note_written,
+    }
+    for op, call in asked.items():
+        check_refused(OrderError, f"{op}: ", call)
+    assert cache.computed(0) == 4  # nothing was noted
+    batch = DenseBatch(cache, [0], unwritten=True)
+    cache.close()
+    assert not cells.current
+    for call in (batch.read, batch.read_stored):
+        check_refused(ClosedError, "storage: the cache is closed", call, ctx, 0)
+
+
+REFUSED: Table = {
+    InvalidRangeError: {
+        "DenseBatch: begin=-1; it must be": lambda c, x: DenseBatch(c, [0], begin=-1),
+        "DenseBatch: begin=0.5; it must be": lambda c, x: DenseBatch(c, [0], begin=0.5),
+        "DenseBatch: WrapperCache has no cells": lambda c, x: DenseBatch(WrapperCache(CausalCache()), [0]),
+        "DenseBatch: EncoderCache has no cells": lambda c, x: DenseBatch(EncoderCache(), [0]),
+        "visible_columns: positions (3, 1); they must be (2, tokens)": lambda c, x: DenseBatch(
+            c, [0, 1]
+        ).visible_columns(np.zeros((3, 1), int)),
+        "visible_columns: positions (2,); they": lambda c, x: DenseBatch(c, [0, 1]).visible_columns([3, 3]),
+        "visible_columns: window=-1; it must be": lambda c, x: DenseBatch(c, [0]).visible_columns([[3]], -1),
+        "PassReads.mask: window=-1; it must be": lambda c, x: c.pass_reads().mask(x, -1),
+        "PassReads.mask: window='4'; it must be": lambda c, x: c.pass_reads().mask(x, "4"),
+        "PassReads.show_only: shown bool (1, 4); it must be bool (2, 4 or more)": lambda c, x: (
+            c.pass_reads().show_only(np.ones((1, 4), bool))
+        ),
+        "PassReads.show_only: shown bool (2, 3); it": lambda c, x: c.pass_reads().show_only(
+            np.ones((2, 3), bool)
+        ),
+        "PassReads.show_only: shown int64 (2, 4); it": lambda c, x: c.pass_reads().show_only(
+            np.ones((2, 4), np.int64)
+        ),
+        "PassReads.show_only: shown list (1, 1); it": lambda c, x: c.pass_reads().show_only([[True]]),
+        "PassReads.show_only: blind bool (2, 3); it must be bool (2, 4 or more)": lambda c, x: (
+            c.pass_reads().show_only(np.ones((2, 4), bool), np.zeros((2, 3), bool))
+        ),
+    },
+    OrderError: {"note_written: layer 0 may not": lambda c, x: c.layer_cells(0).note_written()},
+}
+
+
+@refuses(REFUSED)
+def test_what_cannot_be_read_or_shown_is_refused(
+    backend: ml.Backend, error: Any, says: str, call: Any
+) -> None:
+    cache, ctx = filled(backend, {})
+    put(cache, ctx, [(seq, position) for seq in range(2) for position in range(4)])
+    check_refused(error, says, call, cache, ctx)
+    rows = np.array([0, 1, 2, 3, 1000, 1001, 1002, 1003])
+    means = cache.attend(ctx, ctx.zeros((8, HEADS, DIM), ml.DType.F32), 1.0).to_numpy()[:, 0, 0]
+    np.testing.assert_allclose(means, [rows[i - i % 4 : i + 1].mean() for i in range(8)], rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["numpy", "torch"])

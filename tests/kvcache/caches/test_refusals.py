@@ -18,6 +18,7 @@ from kvcache import (
     Batch,
     CausalCache,
     ChunkedCache,
+    CompressedCache,
     HostTier,
     InvalidBatchError,
     InvalidRangeError,
@@ -29,9 +30,11 @@ from kvcache import (
     SlidingWindowCache,
     StateCache,
     StateSpec,
+    StoreTier,
     WrapperCache,
 )
 from kvcache.caches import branches
+from kvcache.stores import MemoryStore
 from kvcache.testing.harness import every_kind
 from kvcache.testing.models.attention import Setup
 from kvcache.testing.models.states import CONV, DELTA
@@ -101,6 +104,11 @@ MAKING: Table = {
         "PrefixOptions: in_flight=-1; it must be": lambda c: PrefixOptions(in_flight=-1),
         "PrefixOptions: interval=-1; it must be": lambda c: PrefixOptions(interval=-1),
         "HostTier: budget=-1; it must be": lambda c: HostTier(-1),
+        "CompressedCache: rate=0; it must be": lambda c: CompressedCache(0),
+        "CompressedCache: rate=2.5; it must be": lambda c: CompressedCache(2.5),
+        "StoreTier: stores=[]; it must be": lambda c: StoreTier([], 8),
+        "StoreTier: stores='file:x'; it must be": lambda c: StoreTier("file:x", 8),
+        "StoreTier: backlog=-1; it must be": lambda c: StoreTier([MemoryStore()], -1),
     },
     ml.DTypeError: {"StateSpec: dtype=DType.Q8_0; it must be": lambda c: StateSpec((2,), DType.Q8_0)},
     ml.OptionError: {
