@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -305,3 +307,33 @@ def test_sources_are_checkouts_and_what_has_none_is_not_run(
     assert peers_sources.source_of("sglang") == tmp_path / "sglang"
     with pytest.raises(SystemExit, match="is not there; --source is"):
         peers_tests.main(["sglang"])
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_a_tag_is_cloned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a repository on this machine, in the place of the one on GitHub."""
+    repository = tmp_path / "github" / peers_sources.REPOSITORIES["sglang"]
+    repository.mkdir(parents=True)
+
+    def git(*words: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", "-C", str(repository), *identity, *words], check=True, capture_output=True)
+
+    git("init")
+    for release in ("1.0", "2.0"):
+        (repository / "release").write_text(release)
+        git("add", ".")
+        git("commit", "-m", release)
+        git("tag", f"v{release}")
+    github = f"url.file://{tmp_path}/github/.insteadOf"
+    for name, value in (("COUNT", "1"), ("KEY_0", github), ("VALUE_0", "https://github.com/")):
+        monkeypatch.setenv(f"GIT_CONFIG_{name}", value)
+    monkeypatch.delenv("PEERS_SRC", raising=False)
+    monkeypatch.setattr(peers_sources, "FETCHED", tmp_path / "fetched")
+    monkeypatch.setattr(peers_sources, "version", lambda package: "1.0")
+    source = peers_sources.source_of("sglang")
+    assert (source / "release").read_text() == "1.0"
+    assert peers_sources.described(source) == ""  # of the installed version
+    shutil.rmtree(repository)
+    assert peers_sources.source_of("sglang") == source
+    assert [path.name for path in (tmp_path / "fetched").iterdir()] == ["sglang-v1.0"]
