@@ -1,9 +1,9 @@
 """Tensor parallelism on this machine: what an exchange costs, and tokens per second by number of ranks.
 
-python -m benchmarks.tensor_parallel [--quick] [--write]
+python -m benchmarks.tensor_parallel [--quick]
 
 Ranks are processes with ``--threads`` threads each. Runs of one and of two ranks take turns, so that what
-else the machine does falls on both. ``--write`` puts the tables into docs/devices.md.
+else the machine does falls on both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import numpy as np
 
 import ml
 from benchmarks.models import RANDOM, RandomWeights, random_llama
-from benchmarks.pages import DOCS, fill
 from kvcache.cache import Batch
 from kvcache_engine.loading import bundled_model, load_model
 from kvcache_engine.models.families import parse_config
@@ -33,7 +32,6 @@ from kvcache_engine.parallel import join, share_of
 from kvcache_engine.rank import LOST, job_of_rank, leave
 from kvcache_engine.ranks import run_ranks
 
-PAGE = DOCS / "devices.md"
 ENGINES = ("torch", "mlx")
 KIBIBYTES = (8, 64, 1024)
 SHALLOW = {**RANDOM, "num_hidden_layers": 8}
@@ -226,16 +224,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tensor_parallel", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one round; a glance, no result")
     parser.add_argument("--threads", type=int, default=1, help="of each rank (default: 1)")
-    parser.add_argument("--write", action="store_true", help=f"put the tables into {PAGE.name}")
     options = parser.parse_args()
-    lines: list[str] = []
     for table in (exchange_table(options.quick), decode_table(options.quick, options.threads)):
         for line in table:
             print(line, flush=True)
-            lines.append(line)
-        lines.append("")
-    if options.write:
-        fill(PAGE, {"measured": "\n".join(lines[:-1])})
+        print()
 
 
 if __name__ == "__main__":
