@@ -46,10 +46,10 @@ def kernels(module: str = "cpu_kernels") -> ModuleType | None:
         return None
 
 
-def reads_in_place(*sizes: int) -> bool:
+def reads_in_place(head_dim: int, v_dim: int) -> bool:
     """Whether there are kernels that read F32 heads of these sizes in place, which must be whole vectors."""
     compiled: Any = kernels()
-    return compiled is not None and not any(size % compiled.LANES for size in sizes)
+    return compiled is not None and not (head_dim % compiled.LANES or v_dim % compiled.LANES)
 
 
 def values_shape(codes: Sequence[int], scales: Sequence[int], name: str) -> tuple[int, int, int]:
@@ -162,26 +162,22 @@ class Work:
 
     @classmethod
     def of(cls, op: str, plan: RaggedPlan, kv_heads: int, group: int) -> Work:
-        name = f"cpu {kv_heads} {group}"
-        cached: Work | None = plan.memo.get(name)
-        if cached is None:
-            reach = _reach(op, plan)
-            _, _, lengths, firsts, stops = plan.segments.T
-            most, rows = int((stops - firsts).max()), int(lengths.sum())
-            abreast = min(most, max(1, ABREAST // group))
-            if rows * kv_heads < 2 * WORTH and most == abreast:  # for one thread: each segment is a task
-                tasks = np.zeros((len(lengths), 4), np.int32)
-                tasks[:, 0], tasks[:, 1], tasks[:, 2] = np.arange(len(lengths)), firsts, stops
-                slots = np.empty_like(plan.parts)
-                slots[plan.parts] = np.arange(slots.size)
-                work = tasks, slots, plan.part_starts, int(lengths.max()), slots.size
-            else:
-                packed, count, parts = layout(plan, abreast, kv_heads * BLOCKS // UNITS)
-                piece, to_slots, to_edges = packed[:3].tolist()
-                tasks = packed[8:to_slots].reshape(count, 4)
-                work = tasks, packed[to_slots:to_edges], packed[to_edges:], piece, parts
-            cached = plan.memo[name] = cls(*work, abreast, rows, reach)
-        return cached
+        reach = _reach(op, plan)
+        _, _, lengths, firsts, stops = plan.segments.T
+        most, rows = int((stops - firsts).max()), int(lengths.sum())
+        abreast = min(most, max(1, ABREAST // group))
+        if rows * kv_heads < 2 * WORTH and most == abreast:  # for one thread: each segment is a task
+            tasks = np.zeros((len(lengths), 4), np.int32)
+            tasks[:, 0], tasks[:, 1], tasks[:, 2] = np.arange(len(lengths)), firsts, stops
+            slots = np.empty_like(plan.parts)
+            slots[plan.parts] = np.arange(slots.size)
+            work = tasks, slots, plan.part_starts, int(lengths.max()), slots.size
+        else:
+            packed, count, parts = layout(plan, abreast, kv_heads * BLOCKS // UNITS)
+            piece, to_slots, to_edges = packed[:3].tolist()
+            tasks = packed[8:to_slots].reshape(count, 4)
+            work = tasks, packed[to_slots:to_edges], packed[to_edges:], piece, parts
+        return cls(*work, abreast, rows, reach)
 
 
 def _reach(op: str, plan: RaggedPlan) -> int:
@@ -195,57 +191,85 @@ def _reach(op: str, plan: RaggedPlan) -> int:
     return reach
 
 
-def attend(
-    op: str,
-    query: Stored,
-    key: Stored,
-    value: Stored,
-    plan: RaggedPlan,
-    scale: float,
-    sinks: np.ndarray | None,
-    threads: int,
-    out: int,
-) -> None:
-    """Attention of queries (tokens, heads, head_dim), in F32; there must be ``kernels``.
+class Launch(NamedTuple):
+    """What the kernels need for tensors of these shapes, checked once for all layers of a pass."""
 
-    ``out`` is the address of the result: F32 (tokens, heads, v_dim), C-contiguous. Each byte of K and V is
-    read once for up to ``ABREAST`` queries of a segment. The temporary memory is a few chunks of cells, and
-    one result for each piece of a history.
-    """
-    compiled: Any = kernels()
-    (tokens, heads, head_dim), (cells, kv_heads, v_dim) = query.shape, value.shape
-    check_shapes(op, query.shape, key.shape, value.shape)
-    if tokens != plan.tokens:
-        raise ShapeError(f"{op}: {tokens} queries; the plan is for {plan.tokens}")
-    if sinks is not None and sinks.shape != (heads,):
-        raise ShapeError(f"{op}: sinks {sinks.shape}; they must be floats ({heads},)")
-    group = heads // kv_heads
-    work = Work.of(op, plan, kv_heads, group)
-    if work.reach > cells:
-        raise BoundsError(f"{op}: the plan refers to row {work.reach - 1} of {cells}")
-    parts = np.empty((work.count, heads, v_dim), np.float32)
-    totals = np.empty((work.count, heads, 2), np.float32)
-    sizes = kv_heads, group, head_dim, v_dim
-    floats = compiled.scratch_size(work.abreast * group, head_dim, v_dim)
-    operands = (
-        query.arguments[:4], scale, key.arguments, value.arguments, sizes, work.tasks, plan.segments,
-        plan.readers, work.slots, plan.index, work.piece, parts, totals,
-    )  # fmt: skip
-    units = len(work.tasks) * kv_heads
-    threads = min(threads, units, work.rows * kv_heads // WORTH)
-    if threads < 2:
-        compiled.attend(*operands, *_scratch(floats, work.abreast), 0, units)
-    else:
+    heads: int
+    v_dim: int
+    sizes: tuple[int, int, int, int]
+    """KV heads, query heads of each, head_dim, v_dim."""
+    work: Work
+    tasks: tuple[np.ndarray, ...]
+    """The arguments of the kernel from tasks to ``piece``."""
+    floats: int
+    units: int
+    threads: int
+    """The most that the work is worth."""
 
-        def run(begin: int, end: int) -> None:
-            compiled.attend(*operands, *_scratch(floats, work.abreast), begin, end)
+    @classmethod
+    def of(
+        cls, op: str, plan: RaggedPlan, query: Sequence[int], key: Sequence[int], value: Sequence[int]
+    ) -> Launch:
+        check_shapes(op, query, key, value)
+        (tokens, heads, head_dim), (cells, kv_heads, v_dim) = query, value
+        if tokens != plan.tokens:
+            raise ShapeError(f"{op}: {tokens} queries; the plan is for {plan.tokens}")
+        group = heads // kv_heads
+        work = Work.of(op, plan, kv_heads, group)
+        if work.reach > cells:
+            raise BoundsError(f"{op}: the plan refers to row {work.reach - 1} of {cells}")
+        compiled: Any = kernels()
+        floats = compiled.scratch_size(work.abreast * group, head_dim, v_dim)
+        tasks = work.tasks, plan.segments, plan.readers, work.slots, plan.index, work.piece
+        units = len(work.tasks) * kv_heads
+        threads = min(units, work.rows * kv_heads // WORTH)
+        return cls(heads, v_dim, (kv_heads, group, head_dim, v_dim), work, tasks, floats, units, threads)
 
-        edges = [units * i // threads for i in range(threads + 1)]
-        others = [_pool(os.getpid(), threads - 1).submit(run, *edges[i : i + 2]) for i in range(1, threads)]
-        run(*edges[:2])
-        for other in others:
-            other.result()
-    compiled.merge(parts, totals, work.edges, NO_SINKS if sinks is None else sinks, out)
+    def run(
+        self, query: Sequence[int], key: Sequence[int], value: Sequence[int], scale: float,
+        sinks: np.ndarray | None, threads: int, out: int,
+    ) -> None:  # fmt: skip
+        """Attention in F32 of queries (tokens, heads, head_dim); there must be ``kernels``.
+
+        The operands are ``Stored.arguments``, of the query the first four. ``out`` is the address of the
+        result: F32 (tokens, heads, v_dim), C-contiguous. Each byte of K and V is read once for up to
+        ``ABREAST`` queries of a segment. The temporary memory is a few chunks of cells, and one result for
+        each piece of a history.
+        """
+        compiled: Any = kernels()
+        heads, v_dim, sizes, work, tasks, floats, units, most = self
+        if sinks is not None and sinks.shape != (heads,):
+            raise ShapeError(f"ragged_attention: sinks {sinks.shape}; they must be floats ({heads},)")
+        parts = np.empty((work.count, heads, v_dim), np.float32)
+        totals = np.empty((work.count, heads, 2), np.float32)
+        threads = min(threads, most)
+        if threads < 2:
+            scratch = _scratch(floats, work.abreast)
+            compiled.attend(query, scale, key, value, sizes, *tasks, parts, totals, *scratch, 0, units)
+        else:
+
+            def part(begin: int, end: int) -> None:
+                scratch = _scratch(floats, work.abreast)
+                compiled.attend(query, scale, key, value, sizes, *tasks, parts, totals, *scratch, begin, end)
+
+            edges = [units * i // threads for i in range(threads + 1)]
+            pool = _pool(os.getpid(), threads - 1)
+            others = [pool.submit(part, *edges[i : i + 2]) for i in range(1, threads)]
+            part(*edges[:2])
+            for other in others:
+                other.result()
+        compiled.merge(parts, totals, work.edges, NO_SINKS if sinks is None else sinks, out)
+
+
+def launch_of(
+    op: str, plan: RaggedPlan, query: Sequence[int], key: Sequence[int], value: Sequence[int]
+) -> Launch:
+    """The launch for tensors of these shapes, kept with the plan for further layers."""
+    shapes = query, key, value
+    launch: Launch | None = plan.memo.get(shapes)
+    if launch is None:
+        launch = plan.memo[shapes] = Launch.of(op, plan, *shapes)
+    return launch
 
 
 _own = threading.local()

@@ -80,7 +80,7 @@ class RaggedPlan:
                 )
             self.part_starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
             self.parts = np.argsort(queries, kind="stable").astype(np.int32)
-        self.memo: dict[str, Any] = {}
+        self.memo: dict[object, Any] = {}
         """What a host backend derives from the plan, for further layers."""
         self.packers: dict[str, Pack] = {}
         self.upload: Callable[[np.ndarray], Callable[[Context], Tensor]] = _uploaded

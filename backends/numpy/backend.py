@@ -94,9 +94,10 @@ class NumpyBackend(BaseBackend):
         asked = Stored.of([Array.of(q)], query.dtype.name)
         if asked is None:
             return None
+        launch = cpu_attention.launch_of("ragged_attention", plan, asked.shape, keys.shape, values.shape)
         logits = None if sinks is None else floats(sinks.native)
-        out = np.empty((*asked.shape[:2], values.shape[2]), np.float32)
-        cpu_attention.attend("ragged_attention", asked, keys, values, plan, scale, logits, 1, address(out))
+        out = np.empty((*asked.shape[:2], launch.v_dim), np.float32)
+        launch.run(asked.arguments[:4], keys.arguments, values.arguments, scale, logits, 1, address(out))
         return NumpyTensor.own(ctx, out.astype(q.dtype, copy=False), query.dtype)
 
     def kv_store(

@@ -10,13 +10,13 @@ import functools
 import importlib
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
 from backends import cpu_attention
-from backends.cpu_attention import Array, Stored
+from backends.cpu_attention import Array, Launch, Stored
 from backends.torch.convert import FROM_TORCH
 from backends.torch.ragged_work import Work, choose_tile, divide
 from backends.torch.tensor import Placement, TorchTensor
@@ -27,6 +27,7 @@ from ml.ragged import RaggedPlan
 
 PROGRAMS = 2
 """Programs that a multiprocessor runs at once: see SHARED_BYTES of ragged_work.py."""
+_KINDS = {dtype: cpu_attention.KINDS[dtype.name] for dtype in (DType.F32, DType.F16, DType.BF16)}
 OLDEST = (8, 0)
 """The first compute capability whose tensor cores support BF16."""
 
@@ -41,6 +42,11 @@ def attend_ragged(
     sinks: TorchTensor | None,
 ) -> TorchTensor | None:
     """See ``ml.SupportsRaggedAttention``. None if there are no kernels for the device."""
+    last: _Last | None = plan.memo.get(_Last)
+    if last is not None and sinks is None:
+        result = last.attend(ctx, query, key, value, scale)
+        if result is not None:
+            return result
     check_peers("ragged_attention", ctx.backend, query, key, value, sinks)
     kernels = kernels_on(ctx.torch_device)
     if kernels is None:
@@ -49,7 +55,10 @@ def attend_ragged(
         if key.dtype is DType.F32 and not cpu_attention.reads_in_place(key.shape[-1], value.shape[-1]):
             return None  # the kernel would copy what torch's own attention reads in place
         keys, values = stored_of([key], key.dtype.name), stored_of([value], value.dtype.name)
-        return attend_on_cpu("ragged_attention", ctx, query, keys, values, plan, scale, sinks)
+        result = attend_on_cpu("ragged_attention", ctx, query, keys, values, plan, scale, sinks)
+        if result is not None and not ctx.moves:
+            plan.memo[_Last] = _Last.of(plan, query, key, value)
+        return result
     q, k, v = query.native_on(ctx), key.native_on(ctx), value.native_on(ctx)
     logits = None if sinks is None else sinks.native_on(ctx)
     check_heads("ragged_attention", q, k, v)
@@ -76,8 +85,9 @@ def check_sinks(op: str, sinks: torch.Tensor, heads: int) -> None:
 
 def stored_of(parts: Sequence[TorchTensor], kind: str) -> Stored | None:
     """K or V on the CPU as arguments of its kernels: numbers, or codes and scales; None if unsupported."""
-    if not all(part.native.is_cpu for part in parts):
-        return None
+    for part in parts:
+        if not part.native.is_cpu:
+            return None
     return cpu_attention.stored_of(parts, kind, array_of)
 
 
@@ -87,28 +97,72 @@ def array_of(native: torch.Tensor) -> Array:
     return Array(native.data_ptr(), tuple(native.size()), [step * size for step in native.stride()], size)
 
 
+class _Last(NamedTuple):
+    """A plan's attention on the CPU over plain storage, for further layers whose tensors look the same."""
+
+    launch: Launch
+    kind: int
+    """Of the query."""
+    shapes: tuple[Sequence[int], ...]
+    """Of query, K and V."""
+    steps: Sequence[int]
+    dtype: torch.dtype
+    stored_as: object
+    """Of K and V, as in ``TorchTensor.on_cpu``."""
+
+    @classmethod
+    def of(cls, plan: RaggedPlan, query: TorchTensor, key: TorchTensor, value: TorchTensor) -> _Last:
+        q, shapes = query.native, (query.shape, key.on_cpu[1].shape, value.on_cpu[1].shape)
+        launch = cpu_attention.launch_of("ragged_attention", plan, *shapes)
+        return cls(launch, _KINDS[query.dtype], shapes, q.stride(), q.dtype, key.on_cpu[0])
+
+    def attend(
+        self, ctx: Placement, query: TorchTensor, key: TorchTensor, value: TorchTensor, scale: float
+    ) -> TorchTensor | None:
+        """None unless they do."""
+        launch, kind, shapes, steps, dtype, stored_as = self
+        q = query.native
+        keys_as, keys = getattr(key, "on_cpu", _NOT_STORED)
+        values_as, values = getattr(value, "on_cpu", _NOT_STORED)
+        if (
+            q.dtype is not dtype or q.shape != shapes[0] or q.stride() != steps or not q.is_cpu
+            or keys_as != stored_as or values_as != stored_as
+            or keys.shape != shapes[1] or values.shape != shapes[2]
+            or not query.backend is key.backend is value.backend is ctx.backend
+        ):  # fmt: skip
+            return None
+        return _run(ctx, launch, kind, q, keys, values, scale, None, query.dtype)
+
+
+_NOT_STORED = None, None
+
+
 def attend_on_cpu(
     op: str, ctx: Placement, query: TorchTensor, key: Stored | None, value: Stored | None, plan: RaggedPlan,
     scale: float, sinks: TorchTensor | None,
 ) -> TorchTensor | None:  # fmt: skip
     """Attention with torch's number of threads; None without kernels, and for unsupported operands."""
-    if key is None or value is None or not query.dtype.is_float or cpu_attention.kernels() is None:
+    q, kind = query.native_on(ctx), _KINDS.get(query.dtype)
+    if key is None or value is None or kind is None or not plan.tokens or cpu_attention.kernels() is None:
         return None
-    if not plan.tokens:
+    if q.dim() != 3:
         return None
-    q = query.native_on(ctx)
-    if q.dim() == 3 and q.stride(2) != 1:
+    if q.stride(2) != 1:
         q = q.contiguous()
-    asked = Stored.of([array_of(q)], query.dtype.name)
-    if asked is None:
-        return None
+    launch = cpu_attention.launch_of(op, plan, query.shape, key.shape, value.shape)
     logits = None if sinks is None else sinks.native_on(ctx).detach().float().contiguous().numpy()
-    out = torch.empty((*asked.shape[:2], value.shape[2]), dtype=torch.float32)
-    threads = torch.get_num_threads()
-    cpu_attention.attend(op, asked, key, value, plan, scale, logits, threads, out.data_ptr())
-    if q.dtype is not torch.float32:
-        out = out.to(q.dtype)
-    return TorchTensor.own(ctx, out, query.dtype)
+    return _run(ctx, launch, kind, q, key, value, scale, logits, query.dtype)
+
+
+def _run(
+    ctx: Placement, launch: Launch, kind: int, q: torch.Tensor, key: Stored, value: Stored, scale: float,
+    sinks: np.ndarray | None, dtype: DType,
+) -> TorchTensor:  # fmt: skip
+    size, steps = q.element_size(), q.stride()
+    asked = kind, q.data_ptr(), steps[0] * size, steps[1] * size
+    out = torch.empty((*q.shape[:2], launch.v_dim), dtype=torch.float32)
+    launch.run(asked, key.arguments, value.arguments, scale, sinks, torch.get_num_threads(), out.data_ptr())
+    return TorchTensor.own(ctx, out if q.dtype is torch.float32 else out.to(q.dtype), dtype)
 
 
 def launch(

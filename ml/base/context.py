@@ -206,11 +206,13 @@ class BaseContext(ABC):
         return self if self.device_index == 0 else self._on_device(0)
 
     def layer(self, i: int) -> BaseContext:
-        self.check("layer")
-        (layer,) = integers("layer", i)
-        if layer < 0:
-            raise BoundsError(f"layer: {layer}; layers count from 0")
-        device = self._device_of_layer(layer)
+        if self.active_backend is None or self.backend.closed:
+            self.check("layer")
+        if type(i) is not int:
+            (i,) = integers("layer", i)
+        if i < 0:
+            raise BoundsError(f"layer: {i}; layers count from 0")
+        device = self._device_of_layer(i)
         return self if device == self.device_index else self._on_device(device)
 
     def close(self) -> None:

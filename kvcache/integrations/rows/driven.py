@@ -104,6 +104,8 @@ class DrivenModel(ABC):
         inputs: Any = batch.inputs
         on_device = hasattr(inputs, "native")
         ids: Any = inputs if on_device else np.asarray(inputs, np.int64)
+        if self.layout is Layout.PACKED and not self.parts_outputs:
+            return self.call(ctx, cache, ids, positions, sequences, outputs)
         logits_of_calls: list[ml.Tensor] = []
         places: list[np.ndarray] = []
         for chosen in self._calls(positions, sequences, outputs):
@@ -124,8 +126,6 @@ class DrivenModel(ABC):
 
     def _calls(self, positions: np.ndarray, sequences: np.ndarray, outputs: np.ndarray) -> list[np.ndarray]:
         """The indices of a pass's tokens in each call of the model, in order."""
-        if self.layout is Layout.PACKED and not self.parts_outputs:
-            return [np.arange(len(positions))]
         order, first = np.unique(sequences, return_index=True)
         asked = np.zeros(len(positions), bool)
         asked[outputs] = True

@@ -95,7 +95,9 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention (rows, tokens, heads, v_dim) of query (rows, heads, tokens, head_dim), weights or None."""
     compiled = torch.compiler.is_compiling()
-    asked = [name for name, option in options.items() if _says(module, name, option)]
+    asked = []
+    if not _SAYS_NOTHING.issuperset(options):
+        asked = [name for name, option in options.items() if _says(module, name, option)]
     reason = "" if compiled else _other_way(query, key, value, attention_mask, dropout, asked)
     if reason is None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -41,7 +41,12 @@ class Deferred(torch.Tensor):
     @staticmethod
     def of(like: torch.Tensor, shape: tuple[int, ...], make: Callable[[], torch.Tensor]) -> Deferred:
         """``like`` has one element and gives the dtype and device; no memory is allocated for ``shape``."""
-        deferred = like.expand(shape).as_subclass(Deferred)
+        return Deferred.over(like.expand(shape), make)
+
+    @staticmethod
+    def over(blank: torch.Tensor, make: Callable[[], torch.Tensor]) -> Deferred:
+        """``blank`` has the shape, dtype and device of what is made."""
+        deferred = blank.as_subclass(Deferred)
         deferred.made, deferred._make = None, make
         return deferred
 

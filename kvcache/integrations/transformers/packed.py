@@ -28,7 +28,7 @@ PLACES = "positions"
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Call:
     """One call of the model: the tokens ``[begins[i], begins[i] + counts[i])`` of ``sequences[i]``.
 
@@ -77,6 +77,7 @@ class PassCache(TransformersCache):  # type: ignore[misc]
         self.plan, self.caches, self.recurrent = plan, caches, recurrent
         self.bridge, self.device = bridge, device
         self.layout, self.attends = layout, plan.attends
+        self._blank: tuple[tuple[object, ...], torch.Tensor] | None = None
         super().__init__(layers=[self._layer(i, kind) for i, kind in enumerate(plan.layers)])
 
     def _layer(self, i: int, kind: Kind) -> Any:
@@ -103,6 +104,14 @@ class PassCache(TransformersCache):  # type: ignore[misc]
     def is_compileable(self) -> bool:
         return False
 
+    def blank(self, like: torch.Tensor, tokens: int) -> torch.Tensor:
+        """A tensor like ``like`` (rows, heads, tokens, dim) but for its tokens, without memory."""
+        rows, heads, _, dim = like.shape
+        asked = self.call, like.dtype, like.device, rows, heads, tokens, dim
+        if self._blank is None or self._blank[0] != asked:  # further layers have the same
+            self._blank = asked, like.new_empty(()).expand(rows, heads, tokens, dim)
+        return self._blank[1]
+
     def read(self, layer: int, kind: Kind, i: int, like: torch.Tensor) -> Pair:
         """K and V (1, heads, tokens, dim) of everything that the call's tokens of sequence ``i`` may see."""
         call = self.call
@@ -122,8 +131,8 @@ def first_seen(kind: Kind, begin: int) -> int:
 class PassKeys:
     """A layer's K and V in a call, which ``attention`` finds as ``stored`` of its keys."""
 
-    def __init__(self, cache: PassCache, layer: int, kind: Kind) -> None:
-        self._cache, self._layer, self.kind, self.current = cache, layer, kind, cache.call
+    def __init__(self, cache: PassCache, ctx: ml.Context, layer: int, kind: Kind) -> None:
+        self._cache, self._ctx, self._layer, self.kind, self.current = cache, ctx, layer, kind, cache.call
 
     def pair(self, key: torch.Tensor, value: torch.Tensor) -> Pair:
         """Deferred K and V of everything that the call may see; dense tensors exist only for a single
@@ -142,10 +151,9 @@ class PassKeys:
                 made.append(cache.read(self._layer, self.kind, 0, key))
             return made[0][which]
 
-        like = key.new_empty(())
         pair = (
-            Deferred.of(like, (*key.shape[:2], tokens, key.shape[3]), lambda: make(0)),
-            Deferred.of(like, (*value.shape[:2], tokens, value.shape[3]), lambda: make(1)),
+            Deferred.over(cache.blank(key, tokens), lambda: make(0)),
+            Deferred.over(cache.blank(value, tokens), lambda: make(1)),
         )
         for one in pair:
             one.stored = self  # type: ignore[attr-defined]
@@ -155,12 +163,12 @@ class PassKeys:
         self, query: torch.Tensor, pair: Pair, scale: float, sinks: torch.Tensor | None, mask: object
     ) -> torch.Tensor:
         """Attention (rows, tokens, heads, v_dim) of query (rows, heads, tokens, head_dim)."""
-        cache, bridge = self._cache.caches[self.kind], self._cache.bridge
-        ctx = self.current.ctx.layer(self._layer)
+        cache, bridge, ctx = self._cache.caches[self.kind], self._cache.bridge, self._ctx
         cache.set_layer(self._layer)
         logits = None if sinks is None else bridge.to_backend(ctx, sinks)
         attended = cache.attend(ctx, bridge.to_backend(ctx, tokens_of(query)), scale, logits)
-        return bridge.to_torch(attended, query).view(*query.shape[0:3:2], query.shape[1], -1)
+        rows, heads, tokens, _ = query.shape
+        return bridge.to_torch(attended, query).view(rows, tokens, heads, -1)
 
     @property
     def several(self) -> bool:
@@ -234,12 +242,16 @@ class AttentionPassLayer(_PassLayer, CacheLayerMixin):  # type: ignore[misc]
     def is_initialized(self) -> bool:
         return self.get_seq_length() > 0
 
-    def put(self, layer: int, key: torch.Tensor, value: torch.Tensor | None, **options: Any) -> None:
+    def put(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor | None, **options: Any
+    ) -> ml.Context:
+        """Store K and V (rows, heads, new tokens, dim); returns the layer's context."""
         owner = self.owner
         cache, bridge, ctx = owner.caches[self.kind], owner.bridge, owner.call.ctx.layer(layer)
         cache.set_layer(layer)
         values = None if value is None else bridge.to_backend(ctx, tokens_of(value))
         cache.put(ctx, bridge.to_backend(ctx, tokens_of(key)), values, **options)
+        return ctx
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **options: Any
@@ -248,11 +260,11 @@ class AttentionPassLayer(_PassLayer, CacheLayerMixin):  # type: ignore[misc]
         tokens may see.
         """
         owner = self.owner
-        self.put(self.layer, key_states, value_states)
+        ctx = self.put(self.layer, key_states, value_states)
         self._had = owner.call
         if not owner.attends:
             return owner.read(self.layer, self.kind, 0, key_states)
-        return PassKeys(owner, self.layer, self.kind).pair(key_states, value_states)
+        return PassKeys(owner, ctx, self.layer, self.kind).pair(key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         begin = self.owner.call.begins[0]

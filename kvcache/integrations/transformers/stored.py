@@ -157,8 +157,11 @@ def decode_over_views(
 
 def tokens_of(x: torch.Tensor) -> torch.Tensor:
     """(rows, heads, tokens, dim) as (rows * tokens, heads, dim)."""
-    if x.shape[0] == 1:
-        return x[0].transpose(0, 1)
+    rows, _, tokens, _ = x.shape
+    if tokens == 1:
+        return x.select(2, 0)
+    if rows == 1:
+        return x.select(0, 0).transpose(0, 1)
     return x.transpose(1, 2).flatten(0, 1)
 
 
