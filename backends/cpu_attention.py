@@ -199,7 +199,7 @@ class Launch(NamedTuple):
     sizes: tuple[int, int, int, int]
     """KV heads, query heads of each, head_dim, v_dim."""
     work: Work
-    tasks: tuple[np.ndarray, ...]
+    tasks: tuple[Any, ...]
     """The arguments of the kernel from tasks to ``piece``."""
     floats: int
     units: int

@@ -269,7 +269,9 @@ class TorchContext(PlacedContext):
             and not array.is_nested
             and array.dim() <= LARGEST_NDIM
         ):
-            tensor = object.__new__(TorchTensor)  # TorchTensor.__init__, inlined: each layer of a decoding step has three
+            tensor = object.__new__(
+                TorchTensor
+            )  # TorchTensor.__init__, inlined: each layer of a decoding step has three
             tensor.native, tensor.dtype, tensor.storage = array, FROM_TORCH[array.dtype], self._foreign
             tensor.backend, tensor.known_shape = self.backend, None
             return tensor

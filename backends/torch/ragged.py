@@ -105,7 +105,6 @@ class _Last(NamedTuple):
     """Of the query."""
     shapes: tuple[Sequence[int], ...]
     """Of query, K and V."""
-    steps: Sequence[int]
     dtype: torch.dtype
     stored_as: object
     """Of K and V, as in ``TorchTensor.on_cpu``."""
@@ -114,18 +113,20 @@ class _Last(NamedTuple):
     def of(cls, plan: RaggedPlan, query: TorchTensor, key: TorchTensor, value: TorchTensor) -> _Last:
         q, shapes = query.native, (query.shape, key.on_cpu[1].shape, value.on_cpu[1].shape)
         launch = cpu_attention.launch_of("ragged_attention", plan, *shapes)
-        return cls(launch, _KINDS[query.dtype], shapes, q.stride(), q.dtype, key.on_cpu[0])
+        return cls(launch, _KINDS[query.dtype], shapes, q.dtype, key.on_cpu[0])
 
     def attend(
         self, ctx: Placement, query: TorchTensor, key: TorchTensor, value: TorchTensor, scale: float
     ) -> TorchTensor | None:
         """None unless they do."""
-        launch, kind, shapes, steps, dtype, stored_as = self
+        launch, kind, shapes, dtype, stored_as = self
         q = query.native
+        keys: Any
+        values: Any
         keys_as, keys = getattr(key, "on_cpu", _NOT_STORED)
         values_as, values = getattr(value, "on_cpu", _NOT_STORED)
         if (
-            q.dtype is not dtype or q.shape != shapes[0] or q.stride() != steps or not q.is_cpu
+            q.dtype is not dtype or q.shape != shapes[0] or q.stride(2) != 1 or not q.is_cpu
             or keys_as != stored_as or values_as != stored_as
             or keys.shape != shapes[1] or values.shape != shapes[2]
             or not query.backend is key.backend is value.backend is ctx.backend
@@ -134,7 +135,7 @@ class _Last(NamedTuple):
         return _run(ctx, launch, kind, q, keys, values, scale, None, query.dtype)
 
 
-_NOT_STORED = None, None
+_NOT_STORED: tuple[object, Any] = None, None
 
 
 def attend_on_cpu(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import subprocess
@@ -190,7 +191,61 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
     assert Stored.of([Array.of(case.parts[1][0][:, :, ::2])], "F16") is None
 
 
-# What a cache does with them.
+# What backends and a cache do with them.
+
+
+def test_further_layers_of_a_plan_may_differ_from_those_before() -> None:
+    plan, rng = random_plan(9, 2, 40), np.random.default_rng(9)
+    with ml.open_backend("torch") as backend, backend.new_context() as ctx:
+
+        def tensor(*shape: int, dtype: DType = DType.F32) -> ml.Tensor:
+            return ctx.from_numpy(rng.standard_normal(shape).astype(np.float32), dtype)
+
+        @functools.cache
+        def stored(dtype: DType, dim: int, v_dim: int, cells: int) -> tuple[ml.Tensor, ml.Tensor]:
+            return tensor(cells, 2, dim, dtype=dtype), tensor(cells, 2, v_dim, dtype=dtype)
+
+        def layer(
+            dtype: DType = DType.F32, heads: int = 4, dim: int = 32, v_dim: int = 16, cells: int = 40,
+            sunk: bool = False, turned: bool = False,
+        ) -> None:  # fmt: skip
+            (key, value), query = stored(dtype, dim, v_dim, cells), tensor(2, heads, dim, dtype=dtype)
+            if turned:
+                query = tensor(dim, heads, 2, dtype=dtype).permute(ctx, 2, 1, 0)
+            sinks = tensor(heads) if sunk else None
+            found = backend.ragged_attention(ctx, query, key, value, plan, 0.3, sinks).to_numpy()
+            operands = (x.to_numpy().astype(np.float32) for x in (query, key, value))
+            right = ragged_reference(*operands, plan, 0.3, None if sinks is None else sinks.to_numpy())
+            np.testing.assert_allclose(found.astype(np.float32), right, rtol=0, atol=0.03)
+
+        unlike: list[dict[str, Any]] = [
+            {}, {"dtype": DType.BF16}, {"heads": 2}, {"dim": 16}, {"v_dim": 32}, {"cells": 50},
+            {"sunk": True}, {"turned": True},
+        ]  # fmt: skip
+        for changed in [*unlike, *unlike]:  # K and V have been read before only in the second round
+            layer()
+            layer(**changed)
+            layer(**changed)
+        query, (key, value) = tensor(2, 4, 32), stored(DType.F32, 32, 16, 40)
+        (half, _), (short, _) = stored(DType.BF16, 32, 16, 40), stored(DType.F32, 32, 16, 20)
+
+        def attend(query: ml.Tensor, key: ml.Tensor) -> Any:
+            layer()
+            return backend.ragged_attention(ctx, query, key, value, plan, 0.3)
+
+        with pytest.raises(BoundsError, match="the plan refers to row"):
+            layer(cells=20)
+        with pytest.raises(ShapeError, match="KV heads"):
+            attend(query, short)
+        with pytest.raises(ShapeError, match="3 queries; the plan is for 2"):
+            attend(tensor(3, 4, 32), key)
+        assert attend(query, half) is attend(query.cast(ctx, DType.F16), key) is None
+        with ml.open_backend("torch") as other, other.new_context() as there:
+            elsewhere, same = there.zeros((2, 4, 32), DType.F32), there.zeros(key.shape, DType.F32)
+            assert other.ragged_attention(there, elsewhere, same, same, plan, 0.3) is not None
+            for operands in ((elsewhere, key), (query, same)):
+                with pytest.raises(ml.DeviceError, match="a tensor of"):
+                    attend(*operands)
 
 
 def _decoding(name: str, cells: int) -> tuple[CausalCache, ml.Context]:

@@ -242,9 +242,7 @@ class AttentionPassLayer(_PassLayer, CacheLayerMixin):  # type: ignore[misc]
     def is_initialized(self) -> bool:
         return self.get_seq_length() > 0
 
-    def put(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor | None, **options: Any
-    ) -> ml.Context:
+    def put(self, layer: int, key: torch.Tensor, value: torch.Tensor | None, **options: Any) -> ml.Context:
         """Store K and V (rows, heads, new tokens, dim); returns the layer's context."""
         owner = self.owner
         cache, bridge, ctx = owner.caches[self.kind], owner.bridge, owner.call.ctx.layer(layer)
