@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from kvcache.prefix.zmq_publisher import ZmqPublisher
     from kvcache.snapshots.check_serialized import check_serialized
     from kvcache.snapshots.layer_shapes import layers_of_cache
-    from kvcache.snapshots.schedule import thin_snapshots
+    from kvcache.snapshots.schedule import bytes_inside, thin_snapshots
     from kvcache.snapshots.serialize import deserialize, serialize
     from kvcache.snapshots.snapshot import (
         AttentionSnapshot,
@@ -139,6 +139,7 @@ __all__ = [
     "WrapperSnapshot",
     "ZmqPublisher",
     "branches",
+    "bytes_inside",
     "bytes_text",
     "check_serialized",
     "common_length",
@@ -192,6 +193,7 @@ _ELSEWHERE = {
     "WrapperCache": "caches.wrapper",
     "WrapperSnapshot": "snapshots.snapshot",
     "ZmqPublisher": "prefix.zmq_publisher",
+    "bytes_inside": "snapshots.schedule",
     "bytes_text": "storage.sizes",
     "check_serialized": "snapshots.check_serialized",
     "common_length": "prefix.radix_tree",

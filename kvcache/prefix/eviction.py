@@ -486,6 +486,8 @@ class Copies:
         self._nodes: dict[int, dict[Node[TreeEntry], None]] = {
             i: {} for i, window in self.parts.items() if window
         }
+        self.alone = all(self.parts.values())
+        """Whether no cache keeps all of its tokens."""
         self._sizes: dict[Node[TreeEntry], int] = {}
         self.nbytes = 0
         """Bytes of states, and of windows that were copied out of the cells."""
@@ -497,14 +499,13 @@ class Copies:
 
         Where there are windows alone, whose cells are few: the bytes of K and V without windows.
         """
-        alone = all(self.parts.values())
         limit = 0
         for i, part in enumerate(self._parts):
             if i in self._states:
                 limit += STATES * (
                     part.state_table.buffers.nbytes if isinstance(part, StateCache) else part.nbytes
                 )
-            elif alone and i in self._nodes:
+            elif self.alone and i in self._nodes:
                 limit += getattr(part, "capacity_nbytes", part.nbytes)
             else:
                 limit += part.nbytes

@@ -263,10 +263,10 @@ class PrefixCache(Closing):
     ) -> bool:
         """Keep a snapshot of ``tokens`` that was made elsewhere, as if a session had computed it.
 
-        Or several snapshots, as ``Session.snapshots`` returns them: the first begins at 0, each of the others
-        where the previous one ends, and the last ends with ``tokens``. They are briefly restored into a free
-        sequence. Returns False if one is incomplete; those before it are kept. Raises SessionLimitError
-        without a free sequence, and the errors of the cache's ``restore``.
+        Or several snapshots, as ``Session.snapshots`` returns them: each begins at 0, or where the previous
+        one ends, and the last ends with ``tokens``. They are briefly restored into a free sequence. Returns
+        False if one is incomplete; those before it are kept. Raises SessionLimitError without a free
+        sequence, and the errors of the cache's ``restore``.
         """
         self._check("adopt")
         ids = self.alphabet.encode(tokens, Tenant.of(salt, shared, variant), op="adopt")
@@ -281,7 +281,8 @@ class PrefixCache(Closing):
                 for piece in pieces:
                     end = int(getattr(piece, "end", ids.size))
                     # The first may begin anywhere if ``restore`` accepts it as complete.
-                    if (reached and piece.begin != reached) or not self.cache.restore(seq, piece):
+                    follows = not reached or piece.begin in (0, reached)
+                    if not follows or not self.cache.restore(seq, piece):
                         return False
                     if self._open.computed(seq) < end:  # tokens were evicted, or layers lack some
                         return False

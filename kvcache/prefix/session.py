@@ -36,8 +36,8 @@ from kvcache.prefix.options import PrefixOptions
 from kvcache.prefix.prefix_tree import Path, PrefixTree
 from kvcache.prefix.radix_tree import Node, common_length
 from kvcache.prefix.retention import Retention
-from kvcache.prefix.tree_entry import TreeEntry, content_of
-from kvcache.snapshots.schedule import REPLACED, thin_snapshots
+from kvcache.prefix.tree_entry import TreeEntry, content_of, is_present
+from kvcache.snapshots.schedule import REPLACED, bytes_inside, thin_snapshots
 from kvcache.snapshots.serialize import deserialize
 from kvcache.snapshots.snapshot import Snapshot, SnapshotChain, unwrapped_snapshot
 from kvcache.stores import SerializedSnapshot
@@ -287,9 +287,10 @@ class Session:
 
         Full attention has one snapshot. A window or a state belongs to one position: the last snapshot has
         those of the end, and earlier snapshots those of positions at which other prompts may diverge.
-        ``inside`` limits the bytes of these windows and states (None: as many as everything else has; 0:
-        none). Those with the closest neighbours are left out first, and their tokens become part of the next
-        snapshot. Of windows alone, each of whose snapshots is complete, only those of the end are returned.
+        ``inside`` limits the bytes of these windows and states (None: as many as everything else has; of
+        windows alone, as all tokens would take without windows; 0: none). Those with the closest neighbours
+        are left out first, and their tokens become part of the next snapshot. Of one cache of windows, each
+        snapshot is complete and begins at 0.
         """
         self._check("snapshots")
         if inside is not None:
@@ -577,7 +578,12 @@ class OpenSessions:
         size, pieces = int(ids.size), list[Snapshot]()
         if not self._tree.divisible:
             self.keep(session)
-            for node in self._tree.along(self._tree.walk(ids))[1]:
+            path = self._tree.walk(ids)
+            nodes = self._tree.along(path)[1]
+            if nodes and self._evictor.copies.alone:  # those before are complete, too
+                earlier = [node for node in path.nodes if node.end < nodes[0].end and is_present(node)]
+                nodes = (*(node for node in earlier if node.data and not node.data.begin), *nodes)
+            for node in nodes:
                 assert node.data is not None
                 content = content_of(node.data)
                 if isinstance(content, SerializedSnapshot):
@@ -732,7 +738,8 @@ def thinned(pieces: Sequence[Snapshot], inside: int | None) -> list[list[Snapsho
     """
     before = pieces[:-1]
     whole = [sum(part.nbytes for part in unwrapped_snapshot(one) if not part.divisible) for one in before]
-    limit = sum(piece.nbytes for piece in pieces) - sum(whole) if inside is None else inside
+    limit = bytes_inside(pieces[-1]) + sum(piece.nbytes for piece in before) - sum(whole)
+    limit = limit if inside is None else inside
     stay = [*thin_snapshots([piece.end for piece in pieces], whole, limit), len(before)]
     starts = [0, *(i + 1 for i in stay[:-1])]
     return [[*pieces[start : i + 1]] for start, i in zip(starts, stay, strict=True)]

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from kvcache.cache import InvalidRangeError, whole_numbers
-from kvcache.snapshots.snapshot import Snapshot
+from kvcache.snapshots.snapshot import AttentionSnapshot, Snapshot, unwrapped_snapshot
 
-__all__ = ["REPLACED", "SnapshotSchedule", "thin_snapshots"]
+__all__ = ["REPLACED", "SnapshotSchedule", "bytes_inside", "thin_snapshots"]
 
 S = TypeVar("S", bound=Snapshot)
 REPLACED = -1
@@ -147,3 +147,15 @@ def thin_snapshots(ends: Sequence[int], sizes: Sequence[int], limit: int) -> lis
         closest = min(range(len(stay)), key=lambda at: points[at + 2] - points[at])
         nbytes -= sizes[stay.pop(closest)]
     return stay
+
+
+def bytes_inside(last: Snapshot) -> int:
+    """How many bytes of windows and states inside a sequence are saved by default: as many as its ``last``
+    snapshot has. With windows and without full attention, each window counts as all tokens up to its end.
+    """
+    parts = unwrapped_snapshot(last)
+    if any(part.divisible and part.nbytes for part in parts):
+        return last.nbytes
+    windows = [part for part in parts if isinstance(part, AttentionSnapshot) and part.positions.size]
+    missing = sum(part.nbytes * (part.end - part.positions.size) // part.positions.size for part in windows)
+    return last.nbytes + missing

@@ -28,6 +28,7 @@ from .cli_rig import run
 
 Make = Callable[..., Path]
 BACKENDS = ("numpy", "torch", "mlx")
+SAVED = {**KINDS, "windows": {**KINDS["sliding"], "layer_types": ["sliding_attention"] * 3}}
 FIRST, SECOND = 5, 6
 """Tokens before and after the conversation is saved."""
 
@@ -141,11 +142,11 @@ def test_a_saved_conversation_joins_those_that_an_engine_has(model: Any, tmp_pat
         assert len(engine.prefix.sessions) == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SAVED)
 def test_a_prompt_that_leaves_a_saved_conversation_finds_what_it_would_have_found(
     make_model: Make, numpy_backend: ml.Backend, tmp_path: Path, kind: str
 ) -> None:
-    model, prompt = load_model(make_model(**KINDS[kind]), numpy_backend), list(range(10, 40))
+    model, prompt = load_model(make_model(**SAVED[kind]), numpy_backend), list(range(10, 40))
     with engine_of(model, interval=8) as first, engine_of(model, interval=8) as second:
         whole = [*prompt, *go_on(first, prompt, FIRST)]
         write(tmp_path / "c.kv", capture(first, whole, 1 << 20))
@@ -158,12 +159,12 @@ def test_a_prompt_that_leaves_a_saved_conversation_finds_what_it_would_have_foun
             assert answers[0] == answers[1], at
 
 
-@pytest.mark.parametrize("kind", ["sliding", "recurrent"])
+@pytest.mark.parametrize("kind", ["sliding", "recurrent", "windows"])
 def test_what_a_file_has_of_positions_inside_is_within_a_bound(
     make_model: Make, numpy_backend: ml.Backend, tmp_path: Path, kind: str
 ) -> None:
     """The fewer bytes, the further apart they are; the end is there in any case."""
-    model, prompt = load_model(make_model(**KINDS[kind]), numpy_backend), list(range(10, 90))
+    model, prompt = load_model(make_model(**SAVED[kind]), numpy_backend), list(range(10, 90))
     with engine_of(model, interval=8) as engine:
         whole = [*prompt, *go_on(engine, prompt, FIRST)]
         least, most = (

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import ml
-from kvcache import Snapshot, deserialize, serialize, thin_snapshots
+from kvcache import Snapshot, bytes_inside, deserialize, serialize, thin_snapshots
 from kvcache.integrations.transformers.bridge import dtype_of, torch_dtype
 from kvcache.stores import SerializedSnapshot, SnapshotCorruptError, SnapshotStore, put_snapshot
 
@@ -58,9 +58,9 @@ class HFSnapshot:
         return sum(row.nbytes for row in self.rows) + sum(one.nbytes for one in self.interior)
 
     def thinned(self, inside: int | None) -> HFSnapshot:
-        """With at most ``inside`` bytes of ``interior`` (None: as many as everything else has)."""
+        """With at most ``inside`` bytes of ``interior`` (None: as ``Session.snapshots``)."""
         sizes, ends = [one.nbytes for one in self.interior], [one.length for one in self.interior]
-        limit = self.nbytes - sum(sizes) if inside is None else inside
+        limit = sum(map(bytes_inside, self.rows)) if inside is None else inside
         stay = thin_snapshots([*ends, self.length], sizes, limit)
         return replace(self, interior=tuple(self.interior[i] for i in stay))
 

@@ -44,6 +44,7 @@ from ...rigs import hf_models as hf
 ATTENTION = [name for name in hf.DECODERS if name != "qwen3-next"]
 EACH_KIND = ("gemma3", "llama4", "qwen3-next")
 """Full and sliding, chunked, linear attention."""
+WINDOWS = {"layer_types": ("sliding_attention", "sliding_attention")}
 
 
 class TestStorage:
@@ -517,14 +518,11 @@ class TestSharing:
         for held in (cache, second, third):
             assert torch.equal(carry_on(held), expected)
 
-    @pytest.mark.parametrize("name", EACH_KIND)
-    def test_a_loaded_cache_goes_back_to_snapshots_inside(self, name: str) -> None:
+    @pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in EACH_KIND), ("gemma3", WINDOWS)])
+    def test_a_loaded_cache_goes_back_to_snapshots_inside(self, name: str, options: dict[str, Any]) -> None:
         """A prompt that leaves the saved one computes its own tokens, and less than an interval before."""
-        made, ids, new = (
-            hf.model(name, max_position_embeddings=4096),
-            hf.tokens(2, 2000),
-            hf.tokens(2, 3, seed=5),
-        )
+        made = hf.model(name, max_position_embeddings=4096, **options)
+        ids, new = hf.tokens(2, 2000), hf.tokens(2, 3, seed=5)
         cache, store = HFCache(made.config, capacity=2048, lookback=0, interval=500), MemoryStore()
         for part in ids.split(250, 1):
             hf.feed(made, cache, part)
@@ -560,9 +558,11 @@ class TestSharing:
         with pytest.raises(InvalidRangeError, match="rewind: to 14; the cache has 13 tokens"):
             cache.rewind(14)
 
-    @pytest.mark.parametrize("name", ["gemma3", "qwen3-next"])
-    def test_a_conversation_is_saved_with_the_snapshots_of_its_prefix_cache(self, name: str) -> None:
-        made, ids, store = hf.model(name), hf.tokens(1, 41), MemoryStore()
+    @pytest.mark.parametrize(("name", "options"), [("gemma3", {}), ("gemma3", WINDOWS), ("qwen3-next", {})])
+    def test_a_conversation_is_saved_with_the_snapshots_of_its_prefix_cache(
+        self, name: str, options: dict[str, Any]
+    ) -> None:
+        made, ids, store = hf.model(name, **options), hf.tokens(1, 41), MemoryStore()
         with HFPrefixCache(made, capacity=64, interval=8) as prefix, prefix.begin(ids[0].tolist()) as session:
             session.prefill()
             session.cache.save(store, "chat", inside=1 << 30)
