@@ -348,11 +348,9 @@ class CellTable:
         """Mark every sequence and pin that owns one of these cells as lost after a device failure; returns
         whether any does.
         """
-        cells = np.zeros(self.cells, dtype=bool)
-        for some in touched:
-            cells[some] = True
+        cells = np.concatenate(touched)
         owners: list[Row | Pin] = [*(row for _, row in self.occupied()), *self.pins.values()]
-        hit = [owner for owner in owners if cells[owner.cells].any()]
+        hit = [owner for owner in owners if np.isin(owner.cells, cells).any()]
         for owner in hit:
             owner.lost = True
         return bool(hit)
@@ -391,18 +389,17 @@ class CellTable:
             for start in (before, home) if before > home else (home,):
                 if self._is_free(start, count):
                     return start
-        hole = self._largest_hole(seq, count)
+        hole = self._largest_hole(count)
         return hole if hole is not None else np.flatnonzero(self.references == 0)[:count]
 
     def _is_free(self, start: int, count: int) -> bool:
         references = self.references[start : start + count]
         return references.size == count and not references.any()
 
-    def _largest_hole(self, seq: int, count: int) -> int | None:
+    def _largest_hole(self, count: int) -> int | None:
         """Where in the largest hole to put a run of ``count`` cells, if it fits.
 
-        A hole that begins where another sequence ends is used from its middle, so that both have room to
-        grow.
+        A hole that begins where a sequence ends is used from its middle, so that both have room to grow.
         """
         taken = np.flatnonzero(self.references)
         edges = np.concatenate(([-1], taken, [self.cells]))
@@ -411,7 +408,7 @@ class CellTable:
         start, room = int(edges[widest]) + 1, int(gaps[widest])
         if room < count:
             return None
-        grows_here = any(row.last_cell + 1 == start for other, row in self.occupied() if other != seq)
+        grows_here = any(row.last_cell + 1 == start for _, row in self.occupied())
         return start + (room - count) // 2 if grows_here else start
 
     # Changes of rows. Each keeps ``references`` and ``free`` up to date.

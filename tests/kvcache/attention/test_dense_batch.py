@@ -156,19 +156,23 @@ class TestRefusals:
             DenseBatch(CausalCache(), [0])
         with pytest.raises(InvalidRangeError, match="no sequences"):
             DenseBatch(written.cache, [])
-        with pytest.raises(InvalidSequenceError):
+        with pytest.raises(InvalidSequenceError, match="DenseBatch: sequence 3"):
             DenseBatch(written.cache, [3])
         written.put([0], [0])
-        with pytest.raises(OrderError, match="layer 7"):
-            DenseBatch(written.cache, [0]).read(written.ctx, 7)
+        for read in (DenseBatch.read, DenseBatch.read_stored):
+            with pytest.raises(OrderError, match="DenseBatch: layer 7"):
+                read(DenseBatch(written.cache, [0]), written.ctx, 7)
         written.cache.start_forward(written.ctx, Batch([1], [0]))
         key, value = (written.ctx.zeros((1, HEADS, dim), ml.DType.F32) for dim in written.dims)
         written.cache.set_layer(0)
         written.cache.put(written.ctx, key, value)
         written.cache.start_forward(written.ctx, Batch([0], [1]))
-        with pytest.raises(OrderError, match="layer 1 lacks position 1"):
-            DenseBatch(written.cache, [0]).read(written.ctx, 1)
-        assert DenseBatch(written.cache, [0], unwritten=True).read(written.ctx, 1)[0].shape[2] == 2
+        written.put([0], [2])
+        for read in (DenseBatch.read, DenseBatch.read_stored):
+            with pytest.raises(OrderError, match="DenseBatch: layer 1 lacks position 1"):
+                read(DenseBatch(written.cache, [0], 1), written.ctx, 1)
+            assert read(DenseBatch(written.cache, [0], 2), written.ctx, 1)[0].shape[2] == 1
+            assert read(DenseBatch(written.cache, [0], unwritten=True), written.ctx, 1)[0].shape[2] == 3
         written.cache.mark_lost(0)
         with pytest.raises(SequenceLostError, match=r"remove\(0, 0\)"):
             DenseBatch(written.cache, [0])

@@ -146,6 +146,7 @@ ATTENTION: Table = {
         "attend: sinks (2,) in I32": lambda c, x: c.attend(
             x, zeros(x, 5, 2, 8), 1.0, zeros(x, 2, dtype=DType.I32)
         ),
+        "put: key (5,) and value (5,) for a batch of 5": lambda c, x: put(c, x, 0, (5,), (5,)),
         "evict: position=3; it must be a list": lambda c, x: c.evict(0, 3),
         "evict: position=[3]; it must be a whole number": lambda c, x: c.evict(0, [[3]]),
         "set_causal: except_=3": lambda c, x: c.set_causal(x, except_=3),

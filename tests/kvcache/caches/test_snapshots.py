@@ -85,6 +85,8 @@ def test_parts_are_joined_wherever_they_lie(rig: MakeRig, copied_out: tuple[bool
         for one in (joined, whole)
     )
     assert found == expected
+    assert joined.positions.tolist() == [*range(6)]
+    assert r.cache.join(parts[1:]).positions.tolist() == [*range(2, 6)]
 
 
 def test_parts_that_are_not_adjacent_or_of_two_dtypes_are_neither_merged_nor_joined(
@@ -521,6 +523,7 @@ def test_a_window_that_goes_on_without_what_it_sees_says_so_once(
     cache = bound(SlidingWindowCache(4), backend, 2, 32, 32)
     for begin in range(0, 16, 2):
         evaluate(cache, ctx, range(begin, begin + 2))
+    evaluate(cache, ctx, [7], 1)  # a sequence may begin anywhere
     assert cache.can_resume(0, 15)
     cache.remove(0, 15)
     evaluate(cache, ctx, [15])

@@ -83,6 +83,24 @@ def test_what_was_dropped_since_a_restoration_was_prepared_is_refused_and_nothin
         assert cache.held() == {0: 4}
 
 
+def test_what_was_copied_out_since_a_restoration_was_prepared_needs_room(
+    backend: ml.Backend, ctx: ml.Context
+) -> None:
+    cache = bound(CausalCache(), backend, 2, 16, 8)
+    run(cache, ctx, range(4), range(4))
+    snapshot = cache.snapshot(0)
+    commit = cache.prepare_restore_snapshot(1, snapshot)
+    snapshot.detach()
+    run(cache, ctx, range(4, 29), range(4, 29))
+    with pytest.raises(CacheFullError, match="restore: 4 "):
+        commit()
+    assert cache.held() == {0: 29}
+    cache.remove(0, 28)
+    commit()
+    assert cache.held() == {0: 28, 1: 4}
+    assert keys(cache.snapshot(1)) == [0, 1, 2, 3]
+
+
 def test_a_window_that_is_cut_can_be_scheduled_and_goes_on(backend: ml.Backend, ctx: ml.Context) -> None:
     cache = bound(SlidingWindowCache(2), backend, 1, 64, 16)
     run(cache, ctx, range(16), range(16))
@@ -176,6 +194,8 @@ def test_what_lands_in_freed_cells_is_not_blanked_by_the_pass_before(
     tensor = StoredTensor((3, 1, 4), np.dtype(np.float32))
     layers = {0: (tensor, tensor)}
     stored = CacheFormat.of(ml.DType.F32)
+    for other in (CacheFormat.of(ml.DType.F16), CacheFormat.of("F32/F16")):
+        assert cache.land(0, IncomingSnapshot(2, 5, np.arange(2, 5), other, False, layers)) is None
     landing = cache.land(0, IncomingSnapshot(2, 5, np.arange(2, 5), stored, False, layers))
     assert landing is not None
     places = landing.open()

@@ -85,6 +85,7 @@ def test_what_the_device_may_not_keep_goes_to_host_memory_within_its_budget_ther
         r.keep([1000 * i + j for j in range(20)], salt="a")
     r.prefix.tree.drain()
     assert r.prefix.nbytes["host"] == 4 * one
+    assert r.prefix.over_tenant_budget == 18
     assert [r.prefix.longest([1000 * i + j for j in range(21)], salt="a") for i in (16, 17, 18, 19)] == [
         0, 20, 20, 20,
     ]  # fmt: skip

@@ -9,6 +9,7 @@ import copy
 import functools
 import logging
 import random
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -172,14 +173,70 @@ def test_a_page_with_a_gap_is_no_conversations(backend: ml.Backend) -> None:
         check_serialized("test", gap, complete=True)
 
 
-@pytest.mark.parametrize("more", [{"latent": [[7, 2]]}, {"extra": [[7, [["keys", [2]]]]]}], ids=list)
-def test_what_is_said_of_a_layer_that_is_not_there_is_corrupt(
-    backend: ml.Backend, more: dict[str, Any]
+ATTENTION = [
+    ({"latent": [[7, 2]]}, "layers [7] are described, and not there"),
+    ({"extra": [[7, [["keys", [2]]]]]}, "layers [7] are described, and not there"),
+    ({"kind": "another"}, "kind 'another'"),
+    ({"begin": None}, "begin is None"),
+    ({"end": -1}, "end is -1"),
+    ({"whole": 1}, "whole is 1"),
+    ({"keep": 1.5}, "keep is 1.5"),
+    ({"dtype": 5}, "a format is 5"),
+    ({"layers": 1}, "layers is 1"),
+    ({"layers": [1]}, "a layer is 1, and no list of 3"),
+    ({"layers": [["x", "F32", []]]}, "a layer's number is 'x'"),
+    ({"layers": [[0, "I32", []]]}, "layer 0 in I32"),
+    ({"layers": [[0, "F32", 1]]}, "the parts of layer 0 is 1"),
+    ({"layers": [[0, "F32", [1]]]}, "a tensor is 1, and no list of 2"),
+    ({"layers": [[0, "F32", [[1, []]]]]}, "an array's name is 1"),
+    ({"layers": [[0, "F32", [["0.0", 1]]]]}, "the axes of 0.0 is 1"),
+    ({"layers": [[0, "F32", [["0.0", ["x"]]]]]}, "an axis is 'x'"),
+    ({"layers": [[0, "F32", [["positions", []]]]]}, "'positions' is there twice"),
+    ({"latent": 1}, "latent is 1"),
+    ({"latent": [1]}, "a latent layer is 1, and no list of 2"),
+    ({"latent": [[0, "x"]]}, "a latent layer is 'x'"),
+    ({"extra": 1}, "extra is 1"),
+    ({"extra": [1]}, "the extras of a layer is 1, and no list of 2"),
+    ({"extra": [["x", []]]}, "a layer's number is 'x'"),
+    ({"extra": [[0, 1]]}, "the extras of layer 0 is 1"),
+    ({"extra": [[0, [1]]]}, "an extra is 1, and no list of 2"),
+    ({"extra": [[0, [[1, []]]]]}, "an extra's name is 1"),
+    ({"extra": [[0, [["a", 1]]]]}, "the shape of 'a' is 1"),
+    ({"extra": [[0, [["a", ["x"]]]]]}, "a size is 'x'"),
+]
+STATES = [
+    ({"states": 1}, "states is 1"),
+    ({"states": [1]}, "a state is 1, and no list of 3"),
+    ({"states": [["conv", "x", 1]]}, "a state's layer is 'x'"),
+]
+ENCODER = [
+    ({"length": None}, "length is None"),
+    ({"position": "x"}, "position is 'x'"),
+    ({"layers": 1}, "layers is 1"),
+    ({"layers": [1]}, "a layer is 1, and no list of 2"),
+    ({"layers": [["x", 1]]}, "a layer's number is 'x'"),
+    ({"layers": [[0, 1]]}, "layer 0 is 1, and no list of 2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("cache", "part", "wrong", "message"),
+    [
+        *(("causal", (), *case) for case in ATTENTION),
+        *(("recurrent", ("parts", 1), *case) for case in STATES),
+        *(("encoder", ("parts", 0), *case) for case in ENCODER),
+        ("wrapper", (), {"parts": 1}, "parts is 1"),
+    ],
+    ids=str,
+)
+def test_what_a_page_has_for_something_else_is_named(
+    backend: ml.Backend, cache: str, part: Place, wrong: dict[str, Any], message: str
 ) -> None:
-    page = [*stored(backend, "causal").values()][-1]
-    meta = {"snapshot": {**page.meta["snapshot"], **more}}
-    with pytest.raises(SnapshotCorruptError, match=r"layers \[7\] are described, and not there"):
-        check_serialized("test", SerializedSnapshot(meta, page.arrays))
+    page = next(iter(stored(backend, cache).values()))
+    for name, value in wrong.items():
+        page = changed(page, ("snapshot", *part, name), value)
+    with pytest.raises(SnapshotCorruptError, match=f"test: not a serialized snapshot: {re.escape(message)}$"):
+        check_serialized("test", page)
 
 
 @every_cache

@@ -16,6 +16,8 @@ from kvcache.snapshots.serialize import deserialize, serialize
 from kvcache.stores import SerializedSnapshot, pack, unpack
 from ml import DType, Layout
 
+from ...rigs.late_device import LateBackend
+
 Open = Callable[[str], AbstractContextManager[ml.Backend]]
 
 TOKENS, HEADS, DIM, WIDE = 7, 2, 64, 32
@@ -232,3 +234,14 @@ def test_a_snapshot_of_a_stranger_has_no_page(backends: Callable[[str], ml.Backe
 
     with pytest.raises(ml.NotSupportedError, match="Strange"):
         serialize(backends("numpy"), Strange())  # type: ignore[arg-type]
+
+
+def test_a_device_that_pages_by_itself_does_so_for_a_page() -> None:
+    with LateBackend() as backend:
+        cache = make("causal", backend, DType.F32)
+        fill(cache, backend, "causal")
+        page = serialize(backend, cache.snapshot(0))
+        assert len(backend.transfers) == 1
+        assert all(transfer.done() for transfer in backend.transfers)
+        with ml.open_backend("numpy") as other:
+            assert deserialize(other, page).end == TOKENS

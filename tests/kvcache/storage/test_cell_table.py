@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache.storage.cell_table import CellTable, Pin, Row
+from kvcache.storage.cell_table import CellTable, Pin, Row, in_order
 
 Pairs = list[tuple[int, int]]
 
@@ -19,8 +19,7 @@ def pairs(row: Row) -> Pairs:
     return list(zip(row.positions.tolist(), row.cells.tolist(), strict=True))
 
 
-def is_run(row: Row) -> bool:
-    cells = row.cells.tolist()
+def follow(cells: list[int]) -> bool:
     return cells == list(range(cells[0], cells[0] + len(cells))) if cells else True
 
 
@@ -78,16 +77,19 @@ class Naive:
         assert set(np.flatnonzero(table.owned()).tolist()) == self.owned()
         for pin, cells in self.pins:
             assert pin.cells.tolist() == cells
+            assert np.arange(self.cells)[pin.where].tolist() == cells
+            assert isinstance(pin.where, slice) == bool(cells and follow(cells))
         for seq, held in enumerate(self.rows):
             cells = [cell for _, cell in held]
             assert table.shared(seq, np.array(cells, np.int64)) == bool(self.owned(seq).intersection(cells))
         for row, expected in zip(table.rows, self.rows, strict=True):
             assert pairs(row) == expected
-            assert row.contiguous == is_run(row)
             cells = [cell for _, cell in expected]
+            assert row.contiguous == follow(cells)
             assert row.span() == ((min(cells), max(cells) + 1) if cells else (0, 0))
             positions = [position for position, _ in expected]
             assert row.last == max(positions, default=-1)
+            assert row.end() == (expected[-1] if expected else (-1, -1))
             for at in {0, row.last, row.last + 1, *positions[:1], *(p + 1 for p in positions[:2])} - {-1}:
                 assert row.index(at) == sum(position < at for position in positions)
                 held = row.first_held(np.array([at, at + 2]))
@@ -99,7 +101,8 @@ class Driver:
 
     def __init__(self, rnd: random.Random) -> None:
         self.rnd = rnd
-        sequences, cells = rnd.randrange(1, 5), rnd.randrange(4, 40)
+        sequences = rnd.randrange(1, 5)
+        cells = sequences + int(40 * rnd.random() ** 2)
         self.table = CellTable(cells, sequences)
         self.naive = Naive(cells, [[] for _ in range(sequences)])
 
@@ -188,8 +191,10 @@ class Driver:
             [[c for _, c in row] for row in self.naive.rows] + [c for _, c in self.naive.pins]
         )
         start, stop = sorted((self.rnd.randrange(len(held) + 1), self.rnd.randrange(len(held) + 1)))
-        pin = self.table.pin(np.array(held[start:stop], np.int64))
-        self.naive.pins.append((pin, held[start:stop]))
+        cells = held[start:stop]
+        run = bool(cells) and follow(cells) and self.rnd.random() < 0.5
+        pin = self.table.pin(slice(cells[0], cells[-1] + 1) if run else np.array(cells, np.int64))
+        self.naive.pins.append((pin, cells))
 
     def unpin(self) -> None:
         """Let go of one, at once or as a collected snapshot does; twice is once."""
@@ -239,15 +244,43 @@ class Driver:
     def spread(self) -> None:
         target = self.table.spread()
         references = self.naive.references()
-        assert ((target < 0) == (np.array(references) == 0)).all()
-        used = target[target >= 0]
+        assert ((target == -1) == (np.array(references) == 0)).all()
+        used = target[target != -1]
+        taken = self.table.taken[target != -1]
         assert len(set(used.tolist())) == used.size
         assert used.size == 0 or (used.min() >= 0 and used.max() < self.table.cells)
         self.table.move(target)
+        assert self.table.taken[used].tolist() == taken.tolist()
         self.naive.rows = [[(p, int(target[cell])) for p, cell in row] for row in self.naive.rows]
         self.naive.pins = [(pin, [int(target[cell]) for cell in cells]) for pin, cells in self.naive.pins]
         if max(references, default=0) < 2:
             assert all(row.contiguous for row in self.table.rows)
+
+
+class Seen:
+    """What a reader keeps, to learn from the counters and from ``taken`` whether it still holds."""
+
+    def __init__(self, driver: Driver) -> None:
+        table, naive = driver.table, driver.naive
+        self.free, self.taken = driver.free(), table.taken.copy()
+        self.changes, self.appended = table.changes, table.appended
+        self.rows, self.pins = [list(row) for row in naive.rows], [list(cells) for _, cells in naive.pins]
+
+    def check(self, driver: Driver, moved: bool) -> None:
+        table, naive = driver.table, driver.naive
+        assert table.changes >= self.changes
+        if table.changes == self.changes:
+            assert self.pins == [cells for _, cells in naive.pins]
+            behind = 0
+            for row, before in zip(naive.rows, self.rows, strict=True):
+                assert row[: len(before)] == before
+                assert follow([cell for _, cell in row[max(0, len(before) - 1) :]])
+                behind += len(row) - len(before)
+            assert table.appended == self.appended + behind
+        if not moved:
+            reused = sorted(set(self.free).difference(driver.free()))
+            assert (table.taken[reused] > self.taken.max()).all()
+            assert np.delete(table.taken, reused).tolist() == np.delete(self.taken, reused).tolist()
 
 
 @pytest.mark.parametrize("block", range(10))
@@ -258,8 +291,10 @@ def test_random_changes_agree_with_the_naive_table(block: int) -> None:
         changes += [driver.drop_heads, driver.evict_and_restore, driver.take_and_restore, driver.spread]
         changes += [driver.pin, driver.pin, driver.unpin, driver.adopt]
         for _ in range(25):
-            driver.rnd.choice(changes)()
+            change, before = driver.rnd.choice(changes), Seen(driver)
+            change()
             driver.naive.check(driver.table)
+            before.check(driver, moved=change in (driver.spread, driver.take_and_restore))
 
 
 def test_sequences_start_in_shares_of_their_own_and_grow_in_runs() -> None:
@@ -299,6 +334,47 @@ def test_a_run_is_chosen_where_one_is_free() -> None:
     chosen = table.choose(0, 4)
     assert isinstance(chosen, int)
     assert set(range(chosen, chosen + 4)) <= {2, 3, 4, 5, 7, 8, 9, 10}
+
+
+@pytest.mark.parametrize(
+    ("rows", "seq", "chosen"),
+    [
+        pytest.param(([0, 1, 10, 11, 12, 19], [9, 2]), 0, 5, id="a sequence ends there"),
+        pytest.param(([0, 1, 10, 11, 12, 19], [2, 9]), 0, 3, id="none ends there"),
+        pytest.param(([8, 9], [10, 12, 19]), 1, 0, id="the first cells"),
+    ],
+)
+def test_the_largest_hole_is_used_from_its_middle_where_a_sequence_may_grow(
+    rows: tuple[list[int], ...], seq: int, chosen: int
+) -> None:
+    table = CellTable(20, len(rows))
+    for owner, cells in enumerate(rows):
+        table.take(owner, np.arange(len(cells)), np.array(cells))
+    assert table.choose(seq, 2) == chosen
+
+
+@pytest.mark.parametrize("cells", [4, np.array([6, 4, 5])])
+def test_a_layer_waits_for_the_cells_of_the_pass_under_way(cells: int | np.ndarray) -> None:
+    table = CellTable(9, 1)
+    assert not table.awaited(0, np.arange(9))
+    table.placed = 2, cells, 3
+    assert [table.awaited(1, np.array([cell])) for cell in range(9)] == [4 <= cell < 7 for cell in range(9)]
+    assert not table.awaited(2, np.arange(9))
+
+
+def test_pins_that_follow_each_other_are_one_run() -> None:
+    pins = [
+        Pin(slice(2, 4)),
+        Pin(slice(4, 5)),
+        Pin(np.array([5, 6])),
+        Pin(slice(8, 9)),
+        Pin(np.array([1, 0])),
+    ]
+    assert in_order(pins[:3]) == slice(2, 7)
+    for some in (pins[:4], pins[:2] + pins[4:]):
+        cells = in_order(some)
+        assert isinstance(cells, np.ndarray)
+        assert cells.tolist() == [cell for pin in some for cell in pin.cells.tolist()]
 
 
 def test_spreading_leaves_room_behind_every_row() -> None:
