@@ -73,7 +73,21 @@ class TorchStorage(Storage):
 class UploadedStorage(TorchStorage):
     """Tensors uploaded in one transfer and never written; indices are widened once for all layers."""
 
-    __slots__ = ("_wide",)
+    __slots__ = ("_spacing", "_wide")
+
+    def spacing(self, indices: torch.Tensor) -> tuple[int, int] | None:
+        """The first of ``indices`` on the CPU, of this storage, and how far apart they are; None if that
+        differs or is not positive.
+        """
+        if not hasattr(self, "_spacing"):
+            self._spacing: dict[tuple[int, int], tuple[int, int] | None] = {}
+        key = int(indices.storage_offset()), indices.numel()
+        if key not in self._spacing:
+            rows = indices.numpy()
+            steps = np.diff(rows)
+            even = steps.size > 0 and steps[0] > 0 and (steps == steps[0]).all()
+            self._spacing[key] = (int(rows[0]), int(steps[0])) if even else None
+        return self._spacing[key]
 
     def widened(self, indices: torch.Tensor, device: torch.device) -> torch.Tensor:
         """``indices``, of this storage, as I64, which torch's scatter needs."""

@@ -110,6 +110,34 @@ def test_put_of_what_get_returned_reads_before_it_writes(backend: ml.Backend, ct
     np.testing.assert_array_equal(value.to_numpy(), numbers(3, DIM))
 
 
+@pytest.mark.parametrize("order", list(ORDERS))
+@pytest.mark.parametrize("rows", [(1, 4, 7), (0, 1, 2), (7, 4, 1), (2, 5, 6), (11,), (0, 11), (1, 6, 11)])
+def test_rows_apart_are_written_evenly_spaced_or_not(
+    backend: Any, ctx: ml.Context, rows: tuple[int, ...], order: str
+) -> None:
+    pair = halves(ctx, ORDERS[order])
+    store = store_of(backend, *pair)
+    if not isinstance(store, ml.KVRowStore):
+        pytest.skip("no rows apart")
+    new = [numbers(len(rows), dim) for dim in (DIM, V_DIM)]
+    listed = np.array([*rows, 9, ROWS - 2, ROWS, -1, 2], np.int32)  # a pass uploads several lists together
+    if isinstance(backend, ml.SupportsTransfers):
+        (where,) = backend.upload(ctx, [(listed, DType.I32)])
+    else:
+        where = ctx.from_numpy(listed)
+    count = len(rows)
+    assert store.write_rows(ctx, where.slice(ctx, 0, 0, count), *map(ctx.from_numpy, new))
+    for whole, part in zip(pair, new, strict=True):
+        expected = np.zeros(whole.shape)
+        expected[list(rows)] = part
+        np.testing.assert_array_equal(whole.to_numpy(), expected)
+    two = [ctx.from_numpy(numbers(2, dim)) for dim in (DIM, V_DIM)]
+    for beyond in (count + 1, count + 2, count + 3) if backend.name == "torch" else ():
+        assert not store.write_rows(ctx, where.slice(ctx, 0, beyond, beyond + 2), *two)
+    for whole, part in zip(pair, new, strict=True):
+        np.testing.assert_array_equal(whole.to_numpy()[list(rows)], part)
+
+
 def test_a_native_array_over_the_memory_that_is_written_is_declined(
     backend: ml.Backend, ctx: ml.Context
 ) -> None:
