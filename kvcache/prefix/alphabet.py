@@ -135,6 +135,12 @@ class Alphabet:
                 return item.salt, at
         return "", int(tokens.size)
 
+    def checked(self, tokens: Tokens, op: str) -> list[int | bytes]:
+        """``tokens`` as a list, checked as by ``encode``."""
+        if type(tokens) is list and all(type(token) is int and 0 <= token < 2**63 for token in tokens):
+            return [*tokens]  # a decoded token costs no arrays
+        return self.decode(self.encode(tokens, op=op))
+
     def decode(self, tokens: np.ndarray) -> list[int | bytes]:
         """The original tokens that ``encode`` received."""
         return [item.token if isinstance(item, SaltedToken) else item for item in self._named(tokens)]

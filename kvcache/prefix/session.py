@@ -240,7 +240,7 @@ class Session:
     def extend(self, tokens: Tokens) -> None:
         """Add tokens after the prompt: generated ones, or a further turn."""
         self._check("extend")
-        more = self._alphabet.decode(self._alphabet.encode(tokens, op="extend"))
+        more = self._alphabet.checked(tokens, "extend")
         self._evaluated()
         self._more += more
 
