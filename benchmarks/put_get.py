@@ -30,10 +30,11 @@ class OursOnMlx(Decoding):
     held: Any = None
 
     def prepare(self) -> None:
-        """The pass, and what it reads: the mask is made in the first ``get``, and timed apart."""
+        """The pass, and what it reads: the mask, which the first ``get`` would make, is timed apart."""
         self.start()
         if self.at:
-            self.layer(0)
+            assert self.cache._pass is not None
+            self.cache._pass.reading.shared(self.ctx)
             self._drain()
 
     def step(self) -> None:

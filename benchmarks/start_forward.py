@@ -79,7 +79,7 @@ def _measure(history: int, sequences: int, tokens: int, elide: bool, rounds: int
             start = time.perf_counter()
             cache.start_forward(ctx, batch)
             assert cache._pass is not None
-            cache._pass.shared(ctx)
+            cache._pass.reading.shared(ctx)
             elapsed = time.perf_counter() - start
             if i >= 3 and not watch.disturbed():
                 times.append(elapsed * 1e6)
@@ -103,7 +103,7 @@ def _plan(cache: CausalCache, sequences: int, each: int) -> list[float]:
             start = time.perf_counter()
             cache.start_forward(ctx, batch)
             assert cache._pass is not None
-            cache._pass.plan(256)
+            cache._pass.reading.kernel(256)
             times.append((time.perf_counter() - start) * 1e6)
     return times[3:]
 
