@@ -1,7 +1,7 @@
 """How many small faults in the core the tests notice: mutmut over six areas, each with quick tests.
 
 ``python -m benchmarks.mutation`` goes on where it was stopped; ``--sample 0`` takes every mutant, ``--again``
-those that survived, after their tests changed. Figures and survivors go to docs/mutation.json.
+those that were not killed, after their tests changed. Figures and survivors go to docs/mutation.json.
 """
 
 from __future__ import annotations
@@ -27,9 +27,14 @@ ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / ".mutation"
 RESULT = ROOT / "docs" / "mutation.json"
 NOTICED = ("killed", "timeout", "segfault")
-STORING = "tests/kvcache/test_cache_numpy.py::TestStorageOnly"
-TRACES = f"{STORING}::test_random_traces_agree_with_the_model"
+TRACES, COMPUTING = (
+    f"tests/kvcache/test_cache_numpy.py::{which}::test_random_traces_agree_with_the_model"
+    for which in ("TestStorageOnly", "TestNumpy")
+)
 SNAPSHOTS = "tests/kvcache/caches/test_snapshots.py"
+CONVERSATIONS = (
+    "tests/kvcache/prefix/test_conversations.py::test_sessions_see_what_computing_from_nothing_would_store"
+)
 READING = (
     "a_query_sees_exactly",
     "an_elided_mask_is_causal_bottom_right_for_a_prompt_and_none_where_all_see_all",
@@ -38,7 +43,6 @@ READING = (
     "what_was_put_is_read_bit_for_bit",
     "what_a_layer_does_not_store_is_refused_and_leaves_all_as_it_was",
     "a_query_attends_to_the_chosen_rows_that_it_sees",
-    "rows_that_a_query_does_not_see_do_no_harm_whatever_they_hold",
 )
 KEEPING = (
     "a_snapshot_outlives_what_it_was_taken_of",
@@ -104,7 +108,7 @@ AREAS = {
             ),
             *_files("tests/kvcache/caches/test_", "order", "refusals"),
             "tests/kvcache/storage/test_formats.py::test_what_was_encoded_elsewhere_is_stored_as_it_is",
-            TRACES,
+            *(TRACES, COMPUTING),
             *_in_suite(READING),
             *("-k", "not torch and not mlx and not cupy and not jax and not graph"),
         ),
@@ -136,7 +140,31 @@ AREAS = {
     ),
     "prefix tree": Area(
         tuple(f"kvcache/prefix/{name}.py" for name in ("radix_tree", "prefix_tree", "matcher")),
-        (*("tests/kvcache/prefix", "-k", "not torch and not mlx and not cupy and not process"),),
+        (
+            *_files(
+                "tests/kvcache/prefix/test_",
+                *(
+                    "radix_tree",
+                    "eviction",
+                    "finding",
+                    "interior",
+                    "offload",
+                    "retention",
+                    "sessions",
+                    "tiers",
+                ),
+                *(
+                    "store_contents",
+                    "tenants",
+                    "tenant_budgets",
+                    "restore_progress",
+                    "break_even",
+                    "prefetch",
+                ),
+                *("paging", "slow_stores"),
+            ),
+            *(f"{CONVERSATIONS}[{cache}]" for cache in ("causal", "recurrent")),
+        ),
     ),
     "FileStore": Area(
         tuple(f"kvcache/stores/{name}.py" for name in ("file", "folder", "index", "closing", "entries")),
@@ -176,6 +204,7 @@ def prepare(name: str, area: Area) -> Path:
         "use_git_change_detection": False,
         "process_isolation": "forkserver",  # threads of a test that ran before do not live on in a fork
         "timeout_multiplier": 4.0,
+        "timeout_constant": 10.0,  # seconds of a busy machine
     }
     lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -230,7 +259,7 @@ def measure(name: str, area: Area, arguments: argparse.Namespace) -> dict[str, o
     if arguments.again:
         Path("mutants/mutmut-stats.json").unlink(missing_ok=True)
     known = statuses(sample)
-    repeated = ("not checked", "survived", "no tests") if arguments.again else ("not checked",)
+    repeated = ("not checked", "survived", "no tests", "timeout") if arguments.again else ("not checked",)
     if todo := [mutant for mutant, status in known.items() if status in repeated]:
         subprocess.run(["mutmut", "run", "--max-children", str(arguments.jobs), *todo], check=True)
         known = statuses(sample)
@@ -253,7 +282,7 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=60, help="mutants per area, 0 for all (60)")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (0)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (one per core)")
-    parser.add_argument("--again", action="store_true", help="test those that survived once more")
+    parser.add_argument("--again", action="store_true", help="test those that were not killed once more")
     arguments = parser.parse_args()
     os.environ["ML_UNSHRUNK"] = "1"  # that a test fails is enough
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -7,12 +7,13 @@ import threading
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from kvcache.cache import InvalidRangeError
 from kvcache.prefix.break_even import BreakEven, Link
 
-from .rigs.conversing import LONG, Rig, Talk, some_caches
+from .rigs.conversing import LONG, ConversationSetup, Rig, Talk, some_caches
 from .rigs.stores import Clock, LinkedStore, stored
 
 STORE = object()
@@ -221,6 +222,8 @@ def test_over_a_slow_link_a_prefix_is_fetched_once_and_computed_from_then_on(
 def test_what_is_stored_of_a_long_prompt_may_be_too_short_to_be_fetched(talk: Talk, clock: Clock) -> None:
     r, store = linked(talk, "causal", clock, FAST)
     r.peek([*LONG, 9])
+    positions = np.dtype(np.int64).itemsize
+    assert r.prefix.break_even.bytes_per_token == pytest.approx(ConversationSetup().token_bytes + positions)
     r.prefix.clear()
     store.latency = 0.5
     for _ in range(30):

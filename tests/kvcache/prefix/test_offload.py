@@ -13,7 +13,7 @@ from kvcache.stores import MemoryStore
 from kvcache.testing.rigs.protocol import InjectedError, Plan, only_protocol
 
 from .rigs.conversing import LONG, ConversationSetup, Rig, some_caches
-from .rigs.stores import THREAD, Way
+from .rigs.stores import THREAD, SlowStore, Way
 
 
 @some_caches
@@ -163,6 +163,24 @@ def test_close_waits_for_what_is_under_way(backend: ml.Backend, way: Way, cache:
     other = Rig(ConversationSetup(cache), backend, tiers=[store])
     assert other.keep([*LONG, 1]) == 20
     other.prefix.close()
+
+
+def test_what_is_being_written_goes_to_host_memory_without_another_copy(
+    backend: ml.Backend, way: Way
+) -> None:
+    store = SlowStore()
+    store.gate.clear()
+    setup = ConversationSetup(options={"write_through": True})
+    r = Rig(setup, only_protocol(backend, way), tiers=[HostTier(), store])
+    r.keep(LONG)
+    assert r.prefix.nbytes["writing"]
+    way.taken.clear()
+    r.prefix.evict()
+    assert (r.prefix.nbytes["device"], r.prefix.nbytes["host"]) == (0, r.prefix.nbytes["writing"])
+    store.gate.set()
+    r.prefix.flush()
+    assert way.taken == []
+    assert r.keep([*LONG, 1]) == 20
 
 
 def test_what_is_forgotten_while_it_is_under_way_stays_forgotten(backend: ml.Backend, way: Way) -> None:

@@ -47,6 +47,19 @@ def test_what_means_nothing_is_refused() -> None:
     assert [*radix_tree] == [node]
 
 
+def test_a_walk_may_begin_where_its_tokens_are_known_to_lead() -> None:
+    radix_tree: RadixTree[str] = RadixTree()
+    above = radix_tree.add(radix_tree.root, ids([1, 2, 3]))
+    below = radix_tree.add(above, ids([4, 5, 6]))
+    for more, nodes, length in (([4, 5, 6, 7], [below], 6), ([4, 9], [below], 4), ([9], [], 3), ([], [], 3)):
+        tokens = ids([1, 2, 3, *more])
+        for found, expected in (
+            (radix_tree.match(tokens, above), nodes),
+            (radix_tree.match(tokens), [above, *nodes]),
+        ):
+            assert (found.nodes, found.length) == (expected, length)
+
+
 def test_items_get_numbers_that_are_no_ids() -> None:
     alphabet = Alphabet()
     tokens = [5, b"a cat", 0, b"a dog", b"a cat", b"", 2**63 - 1]

@@ -22,7 +22,7 @@ from kvcache.stores import keys as stores_keys
 
 from ...rigs.child_processes import child, finished
 from .rigs.conversing import LONG, STATEFUL, ConversationSetup, Rig, Talk, some_caches
-from .rigs.stores import FlakyStore, SlowStore, stored
+from .rigs.stores import FlakyStore, GatedStore, SlowStore, stored
 
 ONE = ConversationSetup().token_bytes
 BRANCHES = [[*LONG[:10], first, *LONG] for first in (1, 2, 3)]
@@ -88,6 +88,22 @@ def test_of_parted_conversations_what_is_read_is_used_last_and_its_beginning_las
     r.tier.writes.flush()
     used = list(store._entries)[::-1]
     assert used[:9] == keys(r, BRANCHES[1], 4, 8, 10, 12, 16, 20, 24, 28, 31)
+
+
+def test_the_stored_beginning_of_an_edge_that_parts_is_not_written_again(talk: Talk) -> None:
+    r = talk(tiers=[MemoryStore()])
+    r.keep(LONG)
+    r.prefix.flush()
+    assert r.keep([*LONG[:16], 90]) == 16
+    assert r.prefix.tree.unwritten == ONE, "the token behind it"
+
+
+@some_caches
+def test_a_store_that_has_what_it_does_not_give_is_asked_for_it_once(talk: Talk, cache: str) -> None:
+    store = GatedStore(stored(talk, cache=cache))
+    store.get_into = lambda key, buffer: bool(store.read.append(key))
+    assert talk(cache, tiers=[store]).peek([*LONG, 1]) == 0
+    assert len(store.read) == len({*store.read})
 
 
 def test_a_store_that_does_not_answer_has_what_it_had(talk: Talk) -> None:

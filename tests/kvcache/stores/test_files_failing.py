@@ -167,6 +167,15 @@ def test_a_file_in_place_of_the_folder_is_unavailable(where: Path) -> None:
     assert where.read_text() == "mine"
 
 
+@pytest.mark.parametrize(("digest", "package"), [("xxh3_128", "xxhash"), ("blake3", "blake3")])
+def test_what_a_digest_needs_is_named_with_what_installs_it(
+    where: Path, digest: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(StoreUnavailableError, match=rf"FileStore: .* {package} .*'ml-kvcache\[disk\]'"):
+        FileStore(where, digest=digest)
+
+
 def test_neither_kvcache_nor_its_stores_import_xxhash() -> None:
     code = "import sys, kvcache, kvcache.stores; sys.exit('xxhash' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

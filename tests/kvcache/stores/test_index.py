@@ -411,6 +411,7 @@ def test_after_a_restart_of_the_machine_the_folder_is_read_once(
         fill(store, "abcd")
     for path in (where / "pages").glob("a.*"):
         path.unlink()
+    assert bool(index.boot_id()) == Path("/proc/sys/kernel/random/boot_id").is_file()
     for boot, count, read_so_far in (("this", 4, 1), ("another", 3, 2), ("another", 3, 2)):
         if boot == "another":
             monkeypatch.setattr(index, "boot_id", lambda: "another")
