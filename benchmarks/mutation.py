@@ -117,6 +117,7 @@ AREAS = {
         tuple(_files("kvcache/attention/", "attend", "calls", "segments")),
         (
             *_files("tests/kvcache/attention/test_", "attend_plan", "attend_quantized", "eviction"),
+            "tests/kvcache/storage/test_formats_rotated.py",
             *_in_suite(ATTENDING),
             *("-k", "not torch and not mlx and not cupy and not jax and not example"),
         ),

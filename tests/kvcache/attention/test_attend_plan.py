@@ -150,6 +150,22 @@ def test_calls_of_a_pass(backend: ml.Backend, name: str) -> None:
     np.testing.assert_allclose(driven.attend(), 1)
 
 
+def test_a_prompt_is_one_call_that_needs_no_mask_of_its_own(backend: ml.Backend) -> None:
+    driven = Driven(backend)
+    driven.extend({0: 5})
+    driven.extend({0: 3})
+    ((call,),) = driven.levels()
+    assert (call.length, call.seen) == (8, ml.CAUSAL)
+    driven.extend({0: 1})
+    assert driven.levels()[0][0].seen is None
+
+
+def test_gathered_segments_follow_one_another_in_a_plan() -> None:
+    cells = [5, 2], [9, 7, 1], [4], [8, 0]
+    segments = [Segment(np.array(own), len(own), np.array([query])) for query, own in enumerate(cells)]
+    assert read_by(ragged_plan(segments, 4)) == {query: sorted(own) for query, own in enumerate(cells)}
+
+
 def test_a_step_that_only_adds_a_token_each_goes_on_with_the_segments_of_the_step_before(
     backend: ml.Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
