@@ -387,6 +387,14 @@ def test_spreading_leaves_room_behind_every_row() -> None:
         assert table.choose(seq, 4) == last + 1
 
 
+def test_a_row_as_long_as_its_home_keeps_it() -> None:
+    table = CellTable(12, 2)
+    table.take_run(0, 0, 4, 2)
+    table.take(1, np.arange(6), np.array([0, 1, 2, 3, 7, 8]))
+    table.move(table.spread())
+    assert [row.span() for row in table.rows] == [(0, 2), (6, 12)]
+
+
 @dataclass
 class Transfer:
     """Copies into ``cells``, which end when they are joined, or before; with ``error`` they fail."""
