@@ -229,3 +229,13 @@ def test_the_report_of_a_step(backend: ml.Backend) -> None:
     window.init(backend, ml.DType.F32, 1, 16, 4)
     put(window, ctx, [(0, 0), (0, 1), (0, 2)])
     assert window.step_reads() is not None
+
+
+def test_a_reserved_pass_reads_the_extras_of_all_cells(backend: ml.Backend) -> None:
+    cache, ctx = CausalCache(), backend.new_context()
+    cache.init(backend, ml.DType.F32, 1, 8, 4)
+    extra = {"x": ctx.zeros((1, 2), ml.DType.I32)}
+    for reserve in (False, True):
+        cache.start_forward(ctx, Batch([int(reserve)], [0]), reserve)
+        cache.put(ctx, ctx.zeros((1, 1, 4), ml.DType.F32), v_dim=2, extra=extra)
+    assert cache.get_extra(ctx, "x").shape == (cache.cells, 2)

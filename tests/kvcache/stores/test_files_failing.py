@@ -223,6 +223,19 @@ def test_a_file_that_cannot_be_looked_at_is_closed(
     assert read(store, "a") == content("a")
 
 
+def test_an_error_names_the_call_and_the_store_its_folder(store: FileStore, where: Path) -> None:
+    assert repr(store) == f"<FileStore at {str(where)!r}>"
+    assert repr(FileStore(where, "1KiB")) == f"<FileStore at {str(where)!r}, at most 1,024 bytes>"
+    for op, call in (("view", store.view), ("get_into", lambda key: store.get_into(key, bytearray(UNIT)))):
+        fill(store, "a")
+        (where / "pages" / "a.entry").write_bytes(b"?")
+        with pytest.raises(SnapshotCorruptError, match=f"^{op}: a in "):
+            call("a")
+    store.close()
+    with pytest.raises(StoreClosedError, match=r"^view: "):
+        store.view("a")
+
+
 # A device that is read-only, all at once.
 
 
