@@ -491,7 +491,8 @@ class PrefixCache(Closing):
         snapshots "leaving" for other tiers. Without a budget, the copies take at most as many bytes as the
         cache's K and V (with windows alone: as K and V of ``max_sequences * capacity`` tokens), and 16 times
         its states. In the process's memory: "host", content waiting for "writing" to stores (a single larger
-        snapshot may exceed it), and entries read "ahead" from them.
+        snapshot may exceed it), and entries read "ahead" from them. A restoration of windows or states holds
+        all entries that it reads in addition.
         """
         tree, limits = self.tree, dict[str, int | None]()
         if not tree.divisible:

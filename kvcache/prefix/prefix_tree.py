@@ -549,7 +549,8 @@ class PrefixTree:
         return contextlib.nullcontext() if self.writer is None else self.writer.patient()
 
     def _land(self) -> None:
-        """Process the snapshots that have left the device."""
+        """Process the snapshots that have left the device, and those that the stores now have."""
+        self._finish_writes()
         for job in () if self.worker is None else self.worker.finished():
             node = job.owner
             assert isinstance(node, Node)
@@ -590,6 +591,7 @@ class PrefixTree:
         assert entry is not None
         assert self.host is not None
         if entry.serialized is not None:
+            self._finish_writes()
             self._write(node, entry.serialized)
         elif self.store is None or entry.stored:
             entry.leaving = None  # it is sent without waiting
@@ -684,6 +686,7 @@ class PrefixTree:
 
     def _to_write(self, entry: TreeEntry) -> SerializedSnapshot | None:
         """A node's content, serialized; None, which is logged, if there is no memory for it."""
+        self._finish_writes()
         try:
             return entry.serialized or self._copied_out(entry)
         except Exception as error:
@@ -708,13 +711,18 @@ class PrefixTree:
             self.settle()
 
     def settle(self) -> None:
-        """Process the snapshots that have left the device, and those that the stores now have."""
+        """``_land``, and evict and tell what follows from it."""
         self._land()
         self.shrink_host()
+        self.tell()
+
+    def _finish_writes(self) -> None:
+        """Process the snapshots that the stores now have: until then they are in memory, though no longer
+        counted as waiting.
+        """
         for store_write in () if self.store is None else self.store.writes.finished():
             assert self.writer is not None
             for node in self.writer.finish(store_write):
                 self._changed(node)
                 self.tell()  # before the node is removed, as only the stores have it now
                 self._prune(node)
-        self.tell()

@@ -92,9 +92,10 @@ class StoreWriter:
         if self._store.away:
             self.behind = True
         elif self.behind:
-            self.behind = self.write_all(nodes)
+            self.behind = False
+            self.behind = self.write_all(nodes) or self.behind  # ``finish`` may have set it meanwhile
         else:
-            _, self.behind = self._hand_over(path, math.inf)
+            self.behind = self._hand_over(path, math.inf)[1] or self.behind
 
     def _hand_over(self, nodes: Iterable[Node[TreeEntry]], limit: float) -> tuple[bool, bool]:
         """Returns whether all nodes were visited, and whether something of them is left to be written."""

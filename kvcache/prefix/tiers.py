@@ -190,6 +190,7 @@ class WriteQueue:
                 self.waiting -= store_write.nbytes
                 self._pending.discard(store_write)
                 self._changed.notify_all()
+            del store_write  # whose memory is free once it is taken from ``finished``
 
     def _write_entries(self, store_write: StoreWrite) -> None:
         for key, serialized in store_write.entries:

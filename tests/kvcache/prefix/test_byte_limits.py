@@ -114,3 +114,20 @@ def test_random_traffic_stays_within_the_sum_of_the_limits(kind: str, tmp_path: 
     assert FOLDER // 2 < store.most <= FOLDER + FOLDER // 100
     assert limits.keys() == {"leaving", "host", "writing", "ahead", *(["copies"] * (kind != "full"))}
     assert peak <= sum(limit or 0 for limit in limits.values()) + PAGE + BOOKS
+
+
+def test_a_flush_holds_no_more_than_the_backlog(tmp_path: Path) -> None:
+    count, size = 8, 32 * TOKEN
+    with ml.open_backend("numpy") as backend:
+        cache = make_cache("full", backend)
+        with PrefixCache(cache, tiers=[tmp_path], identity={"model": "m"}, backlog=size + KIB) as prefix:
+            for i in range(count):
+                with prefix.begin([i << 20, *range(1, 32)]) as session:
+                    evaluate(cache, "full", backend, session)
+            tracemalloc.start()
+            try:
+                prefix.flush()
+                peak = tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+    assert peak <= 4 * size
