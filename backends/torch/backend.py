@@ -269,9 +269,8 @@ class TorchContext(PlacedContext):
             and not array.is_nested
             and array.dim() <= LARGEST_NDIM
         ):
-            tensor = object.__new__(
-                TorchTensor
-            )  # TorchTensor.__init__, inlined: each layer of a decoding step has three
+            # TorchTensor.__init__, inlined: each layer of a decoding step has three.
+            tensor = object.__new__(TorchTensor)
             tensor.native, tensor.dtype, tensor.storage = array, FROM_TORCH[array.dtype], self._foreign
             tensor.backend, tensor.known_shape = self.backend, None
             return tensor

@@ -162,7 +162,7 @@ def _run(
     size, steps = q.element_size(), q.stride()
     asked = kind, q.data_ptr(), steps[0] * size, steps[1] * size
     if dtype is DType.F32 and launch.v_dim == q.size(2) and q.is_contiguous():
-        out = torch.empty_like(q)  # half the time of the other
+        out = torch.empty_like(q)  # the other takes longer
     else:
         out = torch.empty((*q.shape[:2], launch.v_dim), dtype=torch.float32)
     launch.run(asked, key.arguments, value.arguments, scale, sinks, torch.get_num_threads(), out.data_ptr())

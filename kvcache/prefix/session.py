@@ -738,9 +738,9 @@ def thinned(pieces: Sequence[Snapshot], inside: int | None) -> list[list[Snapsho
     """
     before = pieces[:-1]
     whole = [sum(part.nbytes for part in unwrapped_snapshot(one) if not part.divisible) for one in before]
-    limit = bytes_inside(pieces[-1]) + sum(piece.nbytes for piece in before) - sum(whole)
-    limit = limit if inside is None else inside
-    stay = [*thin_snapshots([piece.end for piece in pieces], whole, limit), len(before)]
+    if inside is None:
+        inside = bytes_inside(pieces[-1]) + sum(piece.nbytes for piece in before) - sum(whole)
+    stay = [*thin_snapshots([piece.end for piece in pieces], whole, inside), len(before)]
     starts = [0, *(i + 1 for i in stay[:-1])]
     return [[*pieces[start : i + 1]] for start, i in zip(starts, stay, strict=True)]
 

@@ -69,13 +69,18 @@ def test_a_pass_that_is_undone_removes_nothing_and_its_snapshots_are_taken_anew(
     assert [taken.end for taken in cache.take_snapshots(0)] == [2, 3]
 
 
-def test_what_was_dropped_since_a_restoration_was_prepared_is_refused_and_nothing_changes(
-    backend: ml.Backend, ctx: ml.Context
-) -> None:
+def prepared(backend: ml.Backend, ctx: ml.Context) -> tuple[CausalCache, Any, Any]:
+    """A cache of 16 cells, a snapshot of its four tokens, and their restoration to a second sequence."""
     cache = bound(CausalCache(), backend, 2, 16, 8)
     run(cache, ctx, range(4), range(4))
     snapshot = cache.snapshot(0)
-    commit = cache.prepare_restore_snapshot(1, snapshot)
+    return cache, snapshot, cache.prepare_restore_snapshot(1, snapshot)
+
+
+def test_what_was_dropped_since_a_restoration_was_prepared_is_refused_and_nothing_changes(
+    backend: ml.Backend, ctx: ml.Context
+) -> None:
+    cache, snapshot, commit = prepared(backend, ctx)
     snapshot.drop()
     for restore in (commit, lambda: cache.restore(1, snapshot)):
         with pytest.raises(SequenceLostError, match=r"restore: the snapshot of \[0, 4\) was dropped"):
@@ -86,10 +91,7 @@ def test_what_was_dropped_since_a_restoration_was_prepared_is_refused_and_nothin
 def test_what_was_copied_out_since_a_restoration_was_prepared_needs_room(
     backend: ml.Backend, ctx: ml.Context
 ) -> None:
-    cache = bound(CausalCache(), backend, 2, 16, 8)
-    run(cache, ctx, range(4), range(4))
-    snapshot = cache.snapshot(0)
-    commit = cache.prepare_restore_snapshot(1, snapshot)
+    cache, snapshot, commit = prepared(backend, ctx)
     snapshot.detach()
     run(cache, ctx, range(4, 29), range(4, 29))
     with pytest.raises(CacheFullError, match="restore: 4 "):

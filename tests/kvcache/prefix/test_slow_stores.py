@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
 from kvcache.prefix.tiers import HostTier
 
 from .rigs.conversing import LONG, Talk, some_caches
-from .rigs.stores import SlowStore
+from .rigs.stores import FlakyStore, SlowStore
 from .test_tiers import line
 
 WRITING = {"block_size": 4, "interval": 8, "write_through": True}
@@ -113,3 +114,32 @@ def test_what_waits_to_be_written_is_not_written_after_all_was_forgotten(talk: T
         store.delete(key)
     r.prefix.close()
     assert not entries
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_what_a_store_refused_is_tried_again_though_it_recovers_while_others_are_handed_over(
+    talk: Talk, behind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, gate = FlakyStore(), threading.Event()
+    r = talk(tiers=[store], options=WRITING)
+    tree: Any = r.prefix.tree
+    writes, writer = tree.store.writes, tree.writer
+    store.failing, store.error = frozenset({"put"}), OSError
+    r.keep(LONG)
+    tree.drain()
+    store.failing, put, serialized = frozenset(), store.put, writer._serialized
+    monkeypatch.setattr(store, "put", lambda *call: gate.wait(60) and put(*call))
+    r.keep(line(100, 20))
+
+    def recovered(entry: Any) -> Any:
+        gate.set()
+        with writes._changed:
+            assert writes._changed.wait_for(lambda: not writes.waiting, 60)
+        return serialized(entry)
+
+    writer._serialized, writer.behind = recovered, behind
+    r.keep(line(200, 20))
+    r.keep(line(300, 20))
+    tree.drain()
+    assert talk(tiers=[store]).peek([*LONG, 1]) == 20
+    r.prefix.close()
