@@ -150,35 +150,35 @@ class MLXModel(DrivenModel):
         outputs: np.ndarray,
     ) -> ml.Tensor:  # fmt: skip
         """Logits F32 (outputs, vocabulary) of one call of the model, which is one pass of the cache."""
-        with self._shared_stream():
-            return self._call(ctx, cache, ids, positions, sequences, outputs)
-
-    def _call(
-        self, ctx: ml.Context, cache: Any, ids: Any, positions: np.ndarray, sequences: np.ndarray,
-        outputs: np.ndarray,
-    ) -> ml.Tensor:  # fmt: skip
         storage = self._storage_for(cache)
         storage.ctx = ctx
         tokens = ids.native if hasattr(ids, "native") else mx.array(ids.astype(np.int32))
-        if self.layout is Layout.PACKED:
+        if self.layout is Layout.PACKED:  # each token is a row
             cache.start_forward(ctx, Batch(positions.tolist(), sequences.tolist()))
             one = PackedPass(storage, ctx, mx.array(positions.astype(np.int32)))
-            entries, rows = entries_of(storage, one.entry), len(tokens)
-        else:
-            starts = np.flatnonzero(np.diff(sequences, prepend=-1))
-            rows, pool = len(starts), self._sequences
-            pool.current = None
-            lent = [pool.lent(int(seq)) for seq in sequences[starts]]
-            entries = prompt_cache_of(
-                storage, BatchRows(pool, lent, positions[starts].tolist(), batched=rows > 1)
-            )
+            choose, places = _rows(outputs, len(tokens)), np.arange(len(outputs))
+            with self._shared_stream():  # the pass has begun: nothing waits for another thread from here on
+                entries = entries_of(storage, one.entry)
+                return self._logits(ctx, tokens[:, None], entries, choose, places, outputs)
+        starts = np.flatnonzero(np.diff(sequences, prepend=-1))
+        rows, pool = len(starts), self._sequences
+        pool.current = None
+        lent = [pool.lent(int(seq)) for seq in sequences[starts]]
+        entries = prompt_cache_of(
+            storage, BatchRows(pool, lent, positions[starts].tolist(), batched=rows > 1)
+        )
         choose, places = _last(outputs, len(tokens) // rows)
-        if self.layout is Layout.PACKED:  # each token is a row
-            choose, places = _rows(mx.array(outputs, mx.int32)), np.arange(len(outputs))
+        logits = self._logits(ctx, tokens.reshape(rows, -1), entries, choose, places, outputs)
+        pool.undo_unwritten()
+        return logits
+
+    def _logits(
+        self, ctx: ml.Context, tokens: mx.array, entries: list[Any],
+        choose: Callable[[mx.array], mx.array], places: np.ndarray, outputs: np.ndarray,
+    ) -> ml.Tensor:  # fmt: skip
+        """Logits F32 of ``outputs``, which are at ``places`` of those that ``choose`` leaves."""
         with self._head.only(choose) as chosen:
-            logits = self.model(tokens.reshape(rows, -1), cache=entries)
-        if self.layout is not Layout.PACKED:
-            self._sequences.undo_unwritten()
+            logits = self.model(tokens, cache=entries)
         flat = logits.reshape(-1, logits.shape[-1])[mx.array(places if chosen else outputs, mx.int32)]
         return ctx.input().from_native(flat.astype(mx.float32))
 
@@ -233,9 +233,16 @@ class MLXModel(DrivenModel):
         )
 
 
-def _rows(chosen: mx.array) -> Callable[[mx.array], mx.array]:
-    """How to choose hidden states of rows with one token."""
-    return lambda hidden: hidden[chosen]
+def _rows(outputs: np.ndarray, tokens: int) -> Callable[[mx.array], mx.array]:
+    """How to choose hidden states (tokens, 1, dim)."""
+    chosen = mx.array(outputs, mx.int32)
+
+    def choose(hidden: mx.array) -> mx.array:
+        if hidden.shape[0] != tokens:  # MLX does not check indices
+            raise NotSupportedError(f"the output projection has {hidden.shape[0]} of {tokens} tokens")
+        return hidden[chosen]
+
+    return choose
 
 
 def _last(outputs: np.ndarray, length: int) -> tuple[Callable[[mx.array], mx.array], np.ndarray]:
