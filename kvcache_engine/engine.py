@@ -10,8 +10,9 @@ sequence, and then takes part in the forward passes that ``step`` makes, one eac
         for event in engine.step():
             ...                                  # Started, Prefilled, Token, Finished, Failed
 
-While both prompts and answers are waiting for a pass, they take turns. If the cache is full, the latest
-request is preempted and continued later from its kept snapshots.
+A pass has the next token of every answer and, in what room is left, chunks of prompts, as with Sarathi-Serve
+(Agrawal et al., 2024): answers do not wait for long prompts, and weights are read once for both. If the cache
+is full, the latest request is preempted and continued later from its kept snapshots.
 """
 
 from __future__ import annotations
@@ -206,7 +207,6 @@ class Engine(Closing):
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._full = False
-        self._prefilled_last = False
         self._turn = 0
         """The number of passes with a single request."""
         self._computed_by: list[Any] = []
@@ -518,7 +518,6 @@ class Engine(Closing):
             drafting = self._verifier.enabled
             while parts := self._plan(drafting, events):
                 began = time.perf_counter()
-                prefill = parts[0].request.prefilling
                 try:
                     chosen = self.forward(parts)
                 except CacheFullError as error:
@@ -528,9 +527,8 @@ class Engine(Closing):
                     else:
                         self._make_room(error, events)
                     continue
-                self._take(parts, chosen, prefill, events)
-                self._count(parts, prefill, time.perf_counter() - began)
-                self._prefilled_last = prefill
+                self._take(parts, chosen, events)
+                self._count(parts, time.perf_counter() - began)
                 break
         return self.take_events()
 
@@ -608,26 +606,25 @@ class Engine(Closing):
         plan_sharing(request, self._waiting, self.prefix)
 
     def _plan(self, drafting: bool, events: list[EngineEvent]) -> list[Part]:
-        """The next pass: chunks of prompts, or the next token of every answer; alternating if both are
-        waiting.
-        """
+        """The next pass: the next token of every answer, and as much of prompts as there is room for."""
         if self.options.batch_invariant:
             return self._alone()
-        prefill = [request for request in self._running if request.prefilling]
-        decode = [request for request in self._running if not request.prefilling]
-        if prefill and not (decode and self._prefilled_last):
-            return list(chunks(prefill, self.options.prefill_chunk, self.prefix))
-        if not drafting:
-            return [Part(request, len(request.run.tokens) - request.run.stored) for request in decode]
         parts: list[Part] = []
-        for request in decode:
+        for request in self.running:
+            if request.prefilling:
+                continue
+            if not drafting:
+                parts.append(Part(request, len(request.run.tokens) - request.run.stored))
+                continue
             try:
                 parts.append(self._verifier.part(request, self.limit))
             except Exception as error:  # the error of its draft, so it concerns this request alone
                 if not self.ranks.all_fail():
                     raise
                 self._over(request, events, [Failed(request.id, error)])
-        return parts or (self._plan(drafting, events) if decode else [])
+        room = self.options.largest_batch - sum(part.size for part in parts)
+        prompts = [request for request in self._running if request.prefilling]
+        return [*parts, *chunks(prompts, min(room, self.options.prefill_chunk), self.prefix)]
 
     def _alone(self) -> list[Part]:
         """The next pass of the request that has waited for one the longest."""
@@ -638,22 +635,22 @@ class Engine(Closing):
         request.turn = self._turn
         return list(chunks([request], self.options.largest_batch, self.prefix))
 
-    def _take(self, parts: Sequence[Part], chosen: Chosen, prefill: bool, events: list[EngineEvent]) -> None:
+    def _take(self, parts: Sequence[Part], chosen: Chosen, events: list[EngineEvent]) -> None:
         """Process the tokens drawn for the parts that reached the end of their tokens."""
         row = 0
         for part in parts:
             request, run, known = part.request, part.request.run, part.request.run.stored
-            if prefill and run.stored <= run.prompt_tokens:
+            if part.prefill and run.stored <= run.prompt_tokens:
                 events.append(Prefilled(request.id, run.stored, run.prompt_tokens))
             tried = []
             for branch in part.tried if run.stored == len(run.tokens) else ():
                 tried.append((branch, row))
                 row += len(branch.draft) + 1
             try:
-                if prefill and request.session is not None:
+                if part.prefill and request.session is not None:
                     self._keep(request.session)
                 if tried:
-                    self._accept(part, chosen, tried, prefill, events)
+                    self._accept(part, chosen, tried, events)
             except BaseException as error:
                 if not isinstance(error, Exception):
                     if tried and request.session is not None:
@@ -681,7 +678,6 @@ class Engine(Closing):
         part: Part,
         chosen: Chosen,
         tried: Sequence[tuple[Branch, int]],
-        prefill: bool,
         events: list[EngineEvent],
     ) -> None:
         request, run, statistics = part.request, part.request.run, self.statistics
@@ -696,7 +692,7 @@ class Engine(Closing):
             statistics.decoded_tokens += new - (
                 run.generated == new > 0
             )  # the first token comes from its prefill
-            if not prefill:
+            if not part.prefill:
                 self.speculation.passes += request.draft is not None
             if part.branches:
                 run.stored = self._verifier.settle(part, winner, known, right)
@@ -818,14 +814,15 @@ class Engine(Closing):
                 raise
             log.warning("request %d: what it computed could not be kept", request.id, exc_info=True)
 
-    def _count(self, parts: Sequence[Part], prefill: bool, seconds: float) -> None:
-        if prefill:
-            count = sum(part.count for part in parts)
-            self.statistics.computed_tokens += count
-            self.statistics.prefill_seconds += seconds
-            self.prefix.break_even.computed(count, seconds)
-        else:
-            self.statistics.decode_seconds += seconds
+    def _count(self, parts: Sequence[Part], seconds: float) -> None:
+        """Divide a pass's time between prompts and answers by their tokens."""
+        prompts = sum(part.count for part in parts if part.prefill)
+        prefill_seconds = seconds * prompts / sum(part.size for part in parts)
+        self.statistics.computed_tokens += prompts
+        self.statistics.prefill_seconds += prefill_seconds
+        self.statistics.decode_seconds += seconds - prefill_seconds
+        if prompts:
+            self.prefix.break_even.computed(prompts, prefill_seconds)
 
     def _check(self, op: str) -> None:
         if self.closed:

@@ -22,8 +22,8 @@ Fetch = Literal["measured", "always"]
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """The options of an engine: up to ``max_sequences`` at a time, of ``capacity`` tokens each (None: the
-    model's ``max_positions``, at most 4096), stored as ``cache_dtype`` (see ``Cache.init``). At most
-    ``prefill_chunk`` prompt tokens are computed in one forward pass.
+    model's ``max_positions``, at most 4096), stored as ``cache_dtype`` (see ``Cache.init``). One
+    forward pass has the next token of every answer, and prompt tokens up to ``prefill_chunk`` in all.
 
     ``context`` is the most tokens of one request (None: ``capacity``). All sequences share ``max_sequences *
     capacity`` tokens, so a larger ``context`` lets some exceed their share while others need less. ``budget``

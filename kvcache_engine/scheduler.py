@@ -127,13 +127,20 @@ class Branch:
 class Part:
     """The next ``count`` tokens of a request, with draft continuations, if any, in ``branches``.
 
-    ``mark``: a mark of the request's sequence, if its only branch is in that sequence itself.
+    ``mark``: a mark of the request's sequence, if its only branch is in that sequence itself. ``prefill``:
+    whether the tokens are a prompt's, or computed again.
     """
 
     request: Request
     count: int
     branches: Sequence[Branch] = ()
     mark: kvcache.branches.Mark | None = None
+    prefill: bool = False
+
+    @property
+    def size(self) -> int:
+        """The tokens of the pass: each branch has those of the request, and its draft."""
+        return self.count * max(1, len(self.branches)) + sum(len(branch.draft) for branch in self.branches)
 
     @property
     def tried(self) -> Sequence[Branch]:
@@ -204,7 +211,7 @@ def chunks(requests: Iterable[Request], budget: int, prefix: PrefixCache) -> Ite
         due = prefix.next_snapshot(session.seq)
         count = (stop if due is None else min(stop, due)) - run.stored
         if count:
-            yield Part(request, count)
+            yield Part(request, count, prefill=request.prefilling)
             budget -= count
 
 

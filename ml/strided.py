@@ -44,6 +44,7 @@ LARGEST_COUNT = (2**63 - 1) // 8
 """The most elements of the widest dtype whose bytes fit in a 64-bit integer."""
 LARGEST_NDIM = 64
 """The most axes of a tensor: NumPy's limit, since every tensor can be copied to the host."""
+_INT = {int}
 
 
 def integers(op: str, *values: object) -> Shape:
@@ -69,6 +70,13 @@ def check_count(op: str, shape: Shape) -> None:
 
 def as_shape(op: str, shape: Sequence[int] | int) -> Shape:
     """``shape`` as a tuple of ints, all >= 0, of at most ``LARGEST_NDIM`` axes; ShapeError otherwise."""
+    if (
+        type(shape) is tuple
+        and {*map(type, shape)} == _INT
+        and min(shape) >= 0
+        and len(shape) <= LARGEST_NDIM
+    ):
+        return shape
     try:
         axes = (shape,) if isinstance(shape, (int, np.integer)) else shape
         sizes = tuple(map(int, map(operator.index, axes)))

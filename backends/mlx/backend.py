@@ -71,7 +71,8 @@ class MlxBackend(BaseBackend):
     def shared_stream(self) -> contextlib.AbstractContextManager[None]:
         """A context in which this thread's own calls of MLX run on the backend's stream, so that they and the
         tensors of one pass form one graph: ``from_native`` and ``native`` schedule nothing. At the end the
-        tensors are submitted, and nothing that no tensor holds or needs.
+        tensors are submitted, and nothing that no tensor holds or needs. Other threads that use the device
+        wait until then, so do not wait for one of them inside.
         """
         self.check("shared_stream")
         return self.work.shared()

@@ -70,29 +70,31 @@ class MlxWork:
         self.ranks: Ranks | None = None
         self._pending: list[weakref.ref[Storage]] = []
         self._pending_bytes = 0
-        self._shared_by: set[int] = set()
+        self._shared_by: int | None = None
+        """The thread that is in ``shared``."""
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
         """A context in which MLX's own functions, called by this thread, run on the stream as well. Arrays
-        pass in and out unscheduled; what tensors hold of them is submitted at its end.
+        pass in and out unscheduled; what tensors hold of them is submitted at its end. Other threads wait
+        for the stream until then: MLX does not allow that one evaluates a graph to which another adds.
         """
-        thread = threading.get_ident()
-        if thread in self._shared_by:
-            yield
-            return
-        self._shared_by.add(thread)
-        try:
-            with mx.stream(self.stream):
+        with self.lock:
+            if self._shared_by is not None:
                 yield
-        finally:
-            self._shared_by.discard(thread)
-        self.flush()
+                return
+            self._shared_by = threading.get_ident()
+            try:
+                with mx.stream(self.stream):
+                    yield
+            finally:
+                self._shared_by = None
+            self.flush()
 
     @property
     def shared_here(self) -> bool:
         """Whether this thread is in ``shared``."""
-        return threading.get_ident() in self._shared_by
+        return threading.get_ident() == self._shared_by
 
     @property
     def pending(self) -> int:

@@ -340,10 +340,22 @@ def test_calls_of_mlx_in_the_shared_stream_form_one_graph(backend: MlxBackend, c
         y.copy(ctx, x)
         z = ctx.from_native(y.native + x.native)
         assert backend.work.epoch == before
-        other = in_thread(lambda: backend.new_context().from_native(mx.ones((3,)) + 1))
     assert backend.work.epoch == before + 1
     assert in_thread(z.to_numpy).tolist() == [16, 16, 16]
-    assert other.add(ctx, x).to_numpy().tolist() == [10, 10, 10]
+
+
+def test_other_threads_wait_for_the_end_of_the_shared_stream(backend: MlxBackend, ctx: MlxContext) -> None:
+    """MLX crashes if one evaluates a graph, such as pending writes, to which another adds."""
+    x = ctx.full((3,), 2, DType.F32)
+    read: list[list[float]] = []
+    other = threading.Thread(target=lambda: read.append(x.to_numpy().tolist()))
+    with backend.shared_stream():
+        ctx.from_native(mx.ones((3,)) + x.native).copy(ctx, x)
+        other.start()
+        other.join(0.2)
+        assert not read
+    other.join()
+    assert read == [[3, 3, 3]]
 
 
 def test_an_error_in_the_shared_stream_ends_it(backend: MlxBackend, ctx: MlxContext) -> None:

@@ -112,7 +112,7 @@ def test_a_batch_shows_what_there_is_of_its_answers(
         assert len(blocks) == 3
         texts = [block.removeprefix(f"[{i + 1}] {prompts[i]}") for i, block in enumerate(blocks[:2])]
         texts[0], stopped = texts[0].split("\n")
-        assert stopped == "[stopped after 3 tokens]"
+        assert stopped == "[stopped after 4 tokens]"
     assert texts[1] == expected[1]
     assert texts[0] == expected[0][: len(texts[0])] != expected[0]
 

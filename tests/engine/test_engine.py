@@ -218,6 +218,39 @@ def test_a_request_may_come_while_others_are_answered(model: Any) -> None:
     assert "Token" in between  # answers and prompts take turns
 
 
+@pytest.mark.parametrize("options", [{}, {"drafts": True}], ids=["plain", "drafts"])
+def test_prompts_are_computed_in_the_room_that_answers_leave(small: Any, options: dict[str, Any]) -> None:
+    """Every pass gives each answer its next token, and none has more than the largest batch."""
+    kinds = SpeculativeOptions if options else EngineOptions
+    chosen = kinds(max_sequences=3, capacity=64, prefill_chunk=6)
+    sizes: list[int] = []
+    with Engine(small, None, chosen) as engine:
+        engine.draft = prompt_lookup if options else None
+        forward = small.forward
+
+        def counted(ctx: Any, batch: Any, cache: Any) -> Any:
+            sizes.append(len(batch.positions))
+            return forward(ctx, batch, cache)
+
+        small.forward = counted
+        try:
+            first = engine.submit(tokens_of(1, 4), GREEDY)
+            engine.step()
+            long, late = engine.submit(tokens_of(2, 13), GREEDY), engine.submit(tokens_of(3, 5), GREEDY)
+            while long.run.prefilling:
+                before, computed = first.run.generated, long.run.stored
+                engine.step()
+                assert first.run.generated > before
+                assert long.run.stored > computed or not computed
+            while engine.busy:
+                engine.step()
+        finally:
+            small.forward = forward
+        assert max(sizes) <= chosen.largest_batch
+        assert options or sizes[:5] == [4, 6, 6, 6, 5]
+        answers_are_right(small, first, long, late)
+
+
 def test_texts_and_stop_strings_are_those_of_the_generator(
     make_model: Make, numpy_backend: ml.Backend
 ) -> None:

@@ -18,11 +18,11 @@ COMMON = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, 
 SHAPE = {**COMMON, "vocab_size": VOCAB, "head_dim": 16}
 
 
-def make_llama(seed: int = 3, head_dim: int = 16) -> Any:
-    """Two layers of full attention."""
+def make_llama(seed: int = 3, head_dim: int = 16, tied: bool = False) -> Any:
+    """Two layers of full attention; embeddings that are ``tied`` are the output projection too."""
     shape = {**SHAPE, "head_dim": head_dim}
     arguments = llama.ModelArgs(
-        model_type="llama", num_hidden_layers=2, rms_norm_eps=1e-5, tie_word_embeddings=False, **shape
+        model_type="llama", num_hidden_layers=2, rms_norm_eps=1e-5, tie_word_embeddings=tied, **shape
     )
     return seeded(llama.Model(arguments), seed)
 

@@ -47,10 +47,12 @@ class Adapters:
         """Inspect the weights; returns the scales of layers with adapters, and the adapters' arrays."""
         if not hasattr(self._model, "named_modules"):
             return [], []
-        layers = {name: part for name, part in self._model.named_modules() if hasattr(part, "lora_a")}
         own: list[Named] = []
         base: list[Named] = []
         named_arrays: Any = tree_flatten(self._model.parameters())
+        layers: dict[str, Any] = {}
+        if any(name.endswith("lora_a") for name, _ in named_arrays):  # it takes as long as all the rest
+            layers = {name: part for name, part in self._model.named_modules() if hasattr(part, "lora_a")}
         for name, array in named_arrays:
             layer, _, leaf = name.rpartition(".")
             if layer in layers and leaf in _ADAPTER:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from kvcache.cache import Batch, InvalidRangeError, NotSupportedError
 from kvcache.integrations.loaded_folder import LoadedFolder
 from kvcache.integrations.mlx_lm.adapters import Adapters
 from kvcache.integrations.mlx_lm.calls import parts_matter
+from kvcache.integrations.mlx_lm.head import OutputHead
 from kvcache.integrations.mlx_lm.layers import Attention, Recurrent, layers_of, wanted_by
 from kvcache.integrations.mlx_lm.packed import PackedPass
 from kvcache.integrations.mlx_lm.padding import keep_whole_steps
@@ -58,8 +59,6 @@ class MLXModel(DrivenModel):
     is running: cached tokens are reused only by requests with the same adapters, as in MLXPrefixCache.
     """
 
-    parts_outputs = True
-
     def __init__(
         self, model: Any, config: Mapping[str, Any] | None = None, backend: ml.Backend | None = None
     ) -> None:
@@ -88,6 +87,7 @@ class MLXModel(DrivenModel):
         self._last: Any = None
         self._storage_of_last = new
         self._sequences = SequencePool(new, 0, None)
+        self._head = OutputHead(model, lambda: self.without((1, 2)))
         self.config = self.settled(self._ways(), name, "call the model with a CachePool")
         self._last = None
 
@@ -150,32 +150,36 @@ class MLXModel(DrivenModel):
         outputs: np.ndarray,
     ) -> ml.Tensor:  # fmt: skip
         """Logits F32 (outputs, vocabulary) of one call of the model, which is one pass of the cache."""
-        with self._shared_stream():  # logits that nobody asks for are not computed
-            return self._call(ctx, cache, ids, positions, sequences, outputs)
-
-    def _call(
-        self, ctx: ml.Context, cache: Any, ids: Any, positions: np.ndarray, sequences: np.ndarray,
-        outputs: np.ndarray,
-    ) -> ml.Tensor:  # fmt: skip
         storage = self._storage_for(cache)
         storage.ctx = ctx
         tokens = ids.native if hasattr(ids, "native") else mx.array(ids.astype(np.int32))
-        if self.layout is Layout.PACKED:
+        if self.layout is Layout.PACKED:  # each token is a row
             cache.start_forward(ctx, Batch(positions.tolist(), sequences.tolist()))
             one = PackedPass(storage, ctx, mx.array(positions.astype(np.int32)))
-            entries, rows = entries_of(storage, one.entry), len(tokens)
-        else:
-            starts = np.flatnonzero(np.diff(sequences, prepend=-1))
-            rows, pool = len(starts), self._sequences
-            pool.current = None
-            lent = [pool.lent(int(seq)) for seq in sequences[starts]]
-            entries = prompt_cache_of(
-                storage, BatchRows(pool, lent, positions[starts].tolist(), batched=rows > 1)
-            )
-        logits = self.model(tokens.reshape(rows, -1), cache=entries)
-        if self.layout is not Layout.PACKED:
-            self._sequences.undo_unwritten()
-        flat = logits.reshape(-1, logits.shape[-1])[mx.array(outputs.astype(np.int32))]
+            choose, places = _rows(outputs, len(tokens)), np.arange(len(outputs))
+            with self._shared_stream():  # the pass has begun: nothing waits for another thread from here on
+                entries = entries_of(storage, one.entry)
+                return self._logits(ctx, tokens[:, None], entries, choose, places, outputs)
+        starts = np.flatnonzero(np.diff(sequences, prepend=-1))
+        rows, pool = len(starts), self._sequences
+        pool.current = None
+        lent = [pool.lent(int(seq)) for seq in sequences[starts]]
+        entries = prompt_cache_of(
+            storage, BatchRows(pool, lent, positions[starts].tolist(), batched=rows > 1)
+        )
+        choose, places = _last(outputs, len(tokens) // rows)
+        logits = self._logits(ctx, tokens.reshape(rows, -1), entries, choose, places, outputs)
+        pool.undo_unwritten()
+        return logits
+
+    def _logits(
+        self, ctx: ml.Context, tokens: mx.array, entries: list[Any],
+        choose: Callable[[mx.array], mx.array], places: np.ndarray, outputs: np.ndarray,
+    ) -> ml.Tensor:  # fmt: skip
+        """Logits F32 of ``outputs``, which are at ``places`` of those that ``choose`` leaves."""
+        with self._head.only(choose) as chosen:
+            logits = self.model(tokens, cache=entries)
+        flat = logits.reshape(-1, logits.shape[-1])[mx.array(places if chosen else outputs, mx.int32)]
         return ctx.input().from_native(flat.astype(mx.float32))
 
     def _storage_for(self, cache: Any) -> Storage:
@@ -190,8 +194,10 @@ class MLXModel(DrivenModel):
 
     def _ways(self) -> Iterator[None]:
         """The possible layouts, fastest first."""
+        path = self._head.path
         for self.layout in Layout:
-            yield
+            for self._head.path in dict.fromkeys((path, None)):
+                yield
 
     def without(self, text: Sequence[int]) -> np.ndarray:
         """Logits (tokens, vocabulary) of a text in one pass with mlx-lm's own prompt cache."""
@@ -225,6 +231,27 @@ class MLXModel(DrivenModel):
             windows=windows,
             states=states,
         )
+
+
+def _rows(outputs: np.ndarray, tokens: int) -> Callable[[mx.array], mx.array]:
+    """How to choose hidden states (tokens, 1, dim)."""
+    chosen = mx.array(outputs, mx.int32)
+
+    def choose(hidden: mx.array) -> mx.array:
+        if hidden.shape[0] != tokens:  # MLX does not check indices
+            raise NotSupportedError(f"the output projection has {hidden.shape[0]} of {tokens} tokens")
+        return hidden[chosen]
+
+    return choose
+
+
+def _last(outputs: np.ndarray, length: int) -> tuple[Callable[[mx.array], mx.array], np.ndarray]:
+    """How to choose the last hidden states of each row, so that ``outputs``, counted row by row, are among
+    them, and their places then. A model with one offset for all rows is called with each row alone.
+    """
+    row, token = np.divmod(outputs, length)
+    count = length - int(token.min(initial=length - 1))
+    return lambda hidden: hidden[..., -count:, :], row * count + token - (length - count)
 
 
 def _named(config: Any) -> dict[str, Any]:

@@ -78,8 +78,6 @@ class DrivenModel(ABC):
     """The dtype in which the model computes."""
     layout = Layout.PACKED
     """The layout of a pass's tokens for the model."""
-    parts_outputs = False
-    """Whether tokens without requested logits have separate calls that compute no logits."""
 
     @abstractmethod
     def make_cache(self) -> Any:
@@ -104,11 +102,11 @@ class DrivenModel(ABC):
         inputs: Any = batch.inputs
         on_device = hasattr(inputs, "native")
         ids: Any = inputs if on_device else np.asarray(inputs, np.int64)
-        if self.layout is Layout.PACKED and not self.parts_outputs:
+        if self.layout is Layout.PACKED:
             return self.call(ctx, cache, ids, positions, sequences, outputs)
         logits_of_calls: list[ml.Tensor] = []
         places: list[np.ndarray] = []
-        for chosen in self._calls(positions, sequences, outputs):
+        for chosen in self._calls(positions, sequences):
             there = np.flatnonzero(np.isin(outputs, chosen))
             order = np.argsort(chosen)
             wanted = order[np.searchsorted(chosen, outputs[there], sorter=order)]
@@ -124,25 +122,22 @@ class DrivenModel(ABC):
         joined = functools.reduce(lambda before, more: before.concat(ctx, more, 0), logits_of_calls)
         return joined.rows(ctx, np.argsort(np.concatenate(places)).tolist())
 
-    def _calls(self, positions: np.ndarray, sequences: np.ndarray, outputs: np.ndarray) -> list[np.ndarray]:
+    def _calls(self, positions: np.ndarray, sequences: np.ndarray) -> list[np.ndarray]:
         """The indices of a pass's tokens in each call of the model, in order."""
         order, first = np.unique(sequences, return_index=True)
-        asked = np.zeros(len(positions), bool)
-        asked[outputs] = True
         calls: dict[tuple[int, object], list[np.ndarray]] = {}
         for row, seq in enumerate(order[np.argsort(first)]):
             run = np.flatnonzero(sequences == seq)
-            for step, part in enumerate(self._steps(run, positions, asked[run])):
+            for step, part in enumerate(self._steps(run, positions)):
                 alike: object = row
-                if self.layout is not Layout.ALONE:
-                    alike = () if self.layout is Layout.PACKED else (len(part), bool(positions[part[0]]))
+                if self.layout is Layout.ROWS:
+                    alike = (len(part), bool(positions[part[0]]))
                 calls.setdefault((step, alike), []).append(part)
         return [np.concatenate(calls[key]) for key in sorted(calls, key=lambda key: key[0])]
 
-    def _steps(self, run: np.ndarray, positions: np.ndarray, asked: np.ndarray) -> Iterable[np.ndarray]:
+    def _steps(self, run: np.ndarray, positions: np.ndarray) -> Iterable[np.ndarray]:
         """The tokens of one sequence, divided if the model needs them in successive calls."""
-        first = int(asked.argmax()) if asked.any() else len(run)
-        return [run[:first], run[first:]] if self.parts_outputs and 0 < first < len(run) else [run]
+        return [run]
 
     # Choosing a layout.
 

@@ -176,7 +176,7 @@ class TransformersModel(DrivenModel):
             return self._bridge.to_torch(ids, like)
         return torch.from_numpy(ids).to(self.device)
 
-    def _steps(self, run: np.ndarray, positions: np.ndarray, asked: np.ndarray) -> Iterable[np.ndarray]:
+    def _steps(self, run: np.ndarray, positions: np.ndarray) -> Iterable[np.ndarray]:
         """The tokens of one sequence; one by one if the model continues a state by only one token at a
         time.
         """

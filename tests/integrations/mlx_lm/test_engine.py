@@ -11,6 +11,7 @@ pytest.importorskip("mlx_lm")
 
 import mlx.core as mx
 from mlx_lm.models import llama
+from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from kvcache import InvalidRangeError, NotSupportedError
@@ -44,6 +45,70 @@ def test_of_a_prompt_only_the_last_token_has_logits() -> None:
         engine.step()
         assert engine.running[0].run.generated == 1
         assert mx.get_peak_memory() - before < 256 * vocabulary * 4 // 2
+
+
+def inputs_of(part: Any, method: str) -> list[int]:
+    """How many tokens each call of a module's method is given, from now on."""
+    kind, counts = type(part), list[int]()
+
+    def counted(self: Any, x: Any, **options: Any) -> Any:
+        counts.append(x.size if x.dtype == mx.int32 else x.size // x.shape[-1])
+        return getattr(kind, method)(self, x, **options)
+
+    part.__class__ = type(kind.__name__, (kind,), {method: counted, "__module__": kind.__module__})
+    return counts
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_pass_is_one_call_that_projects_only_what_is_asked_for(tied: bool, adapted: bool) -> None:
+    """Adapters of the projection come when the model is driven already."""
+    made = models.make_llama(tied=tied)
+    prompts = [models.prompt_of(9, 1), models.prompt_of(20, 2)]
+    calls = inputs_of(made, "__call__")
+    with Engine(MLXModel(made), None, EngineOptions(max_sequences=2, capacity=64)) as engine:
+        if adapted:
+            adapt_projection(made, tied)
+        expected = [alone(made, prompt, 6) for prompt in prompts]
+        projected = (
+            inputs_of(made.model.embed_tokens, "as_linear") if tied else inputs_of(made.lm_head, "__call__")
+        )
+        kinds = [type(part) for part in made.modules()]
+        calls.clear()
+        assert [[*answer.tokens] for answer in engine.complete(prompts, ENDLESS)] == expected
+        assert [type(part) for part in made.modules()] == kinds
+        assert calls == [29, 2, 2, 2, 2, 2]
+        assert projected == [2, 2, 2, 2, 2, 2]
+
+
+def adapt_projection(made: Any, tied: bool) -> None:
+    owner, name = (made.model, "embed_tokens") if tied else (made, "lm_head")
+    kind: Any = LoRAEmbedding if tied else LoRALinear
+    owner[name] = new = kind.from_base(owner[name], r=2, scale=4.0)
+    new.lora_b = mx.random.normal(new.lora_b.shape, key=mx.random.key(1))
+
+
+def test_a_model_that_projects_by_itself_has_all_logits_computed() -> None:
+    class ByItself(models.llama.Model):  # type: ignore[misc]
+        def __call__(self, inputs: Any, cache: Any = None) -> Any:
+            return self.model(inputs, cache) @ self.model.embed_tokens.weight.T
+
+    made = models.seeded(ByItself(models.make_llama(tied=True).args), 3)
+    prompt = models.prompt_of(9)
+    with Engine(MLXModel(made), None, EngineOptions(capacity=64)) as engine:
+        assert [*engine.complete([prompt], ENDLESS)[0].tokens] == alone(made, prompt, 6)
+
+
+def test_after_a_failed_call_the_model_is_as_it_was() -> None:
+    made = models.make_llama()
+    kinds = [type(part) for part in made.modules()]
+    with Engine(MLXModel(made), None, EngineOptions(capacity=64)) as engine:
+        norm, made.model.norm = made.model.norm, None
+        engine.submit(models.prompt_of(9), ENDLESS)
+        with pytest.raises(TypeError):
+            engine.step()
+        made.model.norm = norm
+        assert [type(part) for part in made.modules()] == kinds
 
 
 def test_prefixes_are_found_for_the_adapters_that_computed_them() -> None:
