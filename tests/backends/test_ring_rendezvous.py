@@ -21,6 +21,7 @@ from backends.mlx.rendezvous import interrupted, rendezvous
 from ml.distributed import free_ports
 
 from ..engine.local_launcher import local_ranks
+from ..rigs.each_backend import need_backend
 
 
 def hosts(size: int) -> list[list[str]]:
@@ -146,7 +147,7 @@ def test_a_call_that_waits_is_interrupted_and_the_alarm_of_others_is_put_back() 
 @pytest.mark.parametrize("engine", ["torch", "mlx"])
 def test_a_rank_whose_other_never_starts_waits_no_longer_than_its_limit(engine: str, rank: int) -> None:
     """torch has a wait of its own."""
-    skip_without(engine)
+    need_backend(engine)
     told = rf"^distributed: rank {rank} .*within 0.3 s.*rank {1 - rank} "
     with (
         local_ranks(2) as variables,
@@ -186,13 +187,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def mlx() -> None:
-    skip_without("mlx")
-
-
-def skip_without(engine: str) -> None:
-    info = next(info for info in ml.available_backends() if info.name == engine)
-    if not info.available:
-        pytest.skip(f"{engine} cannot run here: {info.reason}")
+    need_backend("mlx")
 
 
 def started(program: str, variables: dict[str, str], *words: str) -> subprocess.Popen[str]:

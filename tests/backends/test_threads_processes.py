@@ -19,6 +19,8 @@ import ml
 from kvcache.testing.traces import run_traces
 from ml import DType
 
+from ..rigs.each_backend import need_backend
+
 NAMES = ("numpy", "torch", "mlx", "cupy")
 THREADS = 4
 ROUNDS = 25
@@ -27,9 +29,7 @@ ROUNDS = 25
 @pytest.fixture(params=NAMES)
 def open_one(request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
     """Opens one more backend of the framework; all are closed after the test."""
-    info = {row.name: row for row in ml.available_backends()}[request.param]
-    if not info.available:
-        pytest.skip(f"{request.param} cannot run here: {info.reason}")
+    need_backend(request.param)
     with ExitStack() as stack:
         yield lambda **options: stack.enter_context(ml.open_backend(request.param, **options))
 

@@ -287,11 +287,6 @@ def test_greedy_requests_beside_sampled_ones_have_the_same_tokens(
     assert next(answer for answer in found if answer.request == 0).tokens == expected.tokens
 
 
-def test_a_draft_that_is_the_model_itself_is_always_right(chains: tuple[Chain, Chain]) -> None:
-    _, generator = answers((chains[0], chains[0]), 64, SETTINGS["cut"], 4)
-    assert generator.speculation.acceptance == 1
-
-
 @pytest.mark.parametrize(
     ("tokens", "given", "message"),
     [

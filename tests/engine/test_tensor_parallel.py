@@ -35,6 +35,7 @@ from kvcache_engine.ranks import run_ranks
 from ml.distributed import free_ports, launched
 
 from ..rigs import small_models
+from ..rigs.each_backend import need_backend
 from . import local_launcher
 from .parallel_ranks import Rank, collectives, greedy
 
@@ -211,9 +212,7 @@ def test_ports_are_free_and_follow_each_other() -> None:
 
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> str:
-    infos = {info.name: info for info in ml.available_backends()}
-    if not infos[request.param].available:
-        pytest.skip(f"{request.param} cannot run here: {infos[request.param].reason}")
+    need_backend(request.param)
     return str(request.param)
 
 
@@ -288,7 +287,7 @@ def test_two_ranks_compute_what_one_does_and_keep_pages_of_their_own(
 ) -> None:
     """Collectives, greedy text, logits of every divided family, memory and stores.
 
-    What ranks agree on that find and evict different things is tried by ``test_engine_ranks.py``: here are
+    What ranks agree on that find and evict different things is tried by ``test_ranks.py``: here are
     other processes and stores, which know no engine. Those of torch start slowly, so they start once.
     """
     greedy = greedy_jobs(alone, 2, 4, *([STORIES] if STORIES.is_dir() else []))
