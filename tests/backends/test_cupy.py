@@ -408,6 +408,13 @@ def test_from_native_refuses(ctx: Any, array: Any, error: type[Exception], match
         ctx.from_native(array)
 
 
+def test_two_wrappers_of_one_memory_overlap(ctx: Any) -> None:
+    ours = ctx.arange(0, 8, 1, DType.F32)
+    theirs = ctx.from_native(ours.native[0:6])
+    theirs.copy(ctx, ours.slice(ctx, 0, 2, 8))
+    assert ours.to_numpy().tolist() == [0, 1, 0, 1, 2, 3, 4, 5]
+
+
 def test_dlpack_hands_out_the_device_and_names_what_is_not_offered(ctx: Any) -> None:
     assert ctx.zeros((2,), DType.F32).__dlpack_device__() == (2, 0)
     with pytest.raises(ml.NotSupportedError, match=r"dlpack: not supported for DType\.BF16"):
