@@ -32,7 +32,7 @@ from kvcache_engine.saved import adopt, capture
 from kvcache_engine.tokenizer import Tokenizer
 
 from ..conftest import one_torch_thread
-from ..rigs import cupy_double
+from ..rigs import cupy_double, model_passes
 from ..rigs.each_backend import need_backend
 from ..rigs.small_models import KINDS
 
@@ -220,12 +220,8 @@ def test_a_pass_moves_as_much_between_devices_however_many_layers_there_are(
 
 
 def step(model: Any, cache: Any, sequences: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-    tokens = [3 + 7 * p % 250 for p in positions]
-    batch = Batch(list(positions), list(sequences), inputs=tokens)
-    with model.backend.new_context() as ctx:
-        cache.start_forward(ctx, batch)
-        logits: np.ndarray = model.forward(ctx, batch, cache).to_numpy()
-        return logits
+    text = [3 + 7 * p % 250 for p in range(64)]
+    return model_passes.run(model, cache, [*zip(sequences, positions, strict=True)], [text] * 2)
 
 
 # Snapshots, sessions, stores.

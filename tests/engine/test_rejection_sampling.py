@@ -28,7 +28,7 @@ from kvcache_engine.sampling import Choice, Proposed, Sampler
 from ml import nn
 
 from ..rigs.each_backend import host_and_tensors, runnable
-from .test_sampling import distribution
+from .test_sampling import check_counts, shares
 
 SIZE = 5
 DRAWS, TEXTS = 20_000, 500
@@ -51,28 +51,6 @@ def by_tensors(backend: ml.Backend) -> Reject:
 
 
 reject = host_and_tensors(nn.reject_on_host, by_tensors)
-
-
-def shares(
-    logits: np.ndarray, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> Any:
-    """(vocabulary,) in float64, by the definitions."""
-    found = np.zeros(len(logits))
-    order, weights = distribution(logits, temperature, top_k, top_p, min_p)
-    found[order] = weights
-    return found
-
-
-def check_counts(counts: np.ndarray, expected: np.ndarray) -> None:
-    """Chi-square, what is rare taken together; nothing comes that cannot."""
-    total = counts.sum()
-    assert not counts[expected == 0].any()
-    often = expected * total >= 5
-    observed = np.append(counts[often], counts[~often].sum())
-    wanted = np.append(expected[often], expected[~often].sum()) * total
-    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
-    statistic, freedom = ((observed - wanted) ** 2 / wanted).sum(), len(wanted) - 1
-    assert statistic < freedom + 4 * (2 * freedom) ** 0.5  # mean and four standard deviations
 
 
 def some_logits(seed: int, *shape: int) -> np.ndarray:
