@@ -293,8 +293,3 @@ def test_what_a_draft_says_it_drew_from_is_checked(
             generator.complete([[0]], GenerationOptions(8, temperature=1.0))
         cache: Any = generator.cache
         assert cache.free_cells == cache.cells
-
-
-def test_another_acceptance_is_refused() -> None:
-    with pytest.raises(RequestError, match="acceptance='typical'"):
-        SpeculativeOptions(acceptance="typical")  # type: ignore[arg-type]
