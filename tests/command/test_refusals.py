@@ -122,7 +122,7 @@ REFUSED = {
     "generate --prompt x --draft 5": "(--draft-tokens sets their number)",
     "serve --host-memory lots": "--host-memory='lots'; it must be a number of bytes",
     "generate --prompt x --draft lookup --tensor-parallel 2 --backend torch": "cannot be combined",
-    "generate --prompt x --tensor-parallel 3": "this model supports 1, 2, 4, 6",
+    "generate --prompt x --tensor-parallel 3": "cannot be split over 3 ranks; this model supports 1, 2, 4, 6",
     "generate --prompt x --tensor-parallel 2": "'numpy' cannot join processes; use torch",
     "generate --prompt x --tensor-parallel 2 --devices cpu:0,cpu:1": "cannot be combined",
     "generate --prompt x --tensor-parallel 2 --backend abacus": "abacus",

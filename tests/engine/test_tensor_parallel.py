@@ -28,7 +28,7 @@ from kvcache_engine import (
 from kvcache_engine.checkpoints.weights import open_weights
 from kvcache_engine.config import ModelConfig
 from kvcache_engine.loading import load_config
-from kvcache_engine.models.families import FAMILIES, expected_shapes, family_of, parameter_count
+from kvcache_engine.models.families import FAMILIES, expected_shapes, parameter_count
 from kvcache_engine.parallel import device_of_rank, failed_elsewhere, join, share_of, sizes_of
 from kvcache_engine.rank import RanksError
 from kvcache_engine.ranks import run_ranks
@@ -121,14 +121,6 @@ def test_what_every_rank_adds_is_stored_by_rank_0_alone() -> None:
         assert part["model.norm.weight"].tolist() == [1, 1]
         assert "model.norm.weight" in part
         assert "model.norm.bias" not in part
-
-
-def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused_with_those_that_do() -> None:
-    config = load_config(bundled_model())
-    with pytest.raises(
-        ModelError, match=r"6 heads with 2 KV heads .* over 3 ranks; this model supports 1, 2, 4, 6"
-    ):
-        family_of(config).check_ranks(config, 3)
 
 
 def test_families_that_are_not_divided_say_so_and_name_those_that_are() -> None:
