@@ -25,6 +25,7 @@ from backends.numpy.backend import NumpyBackend
 from kvcache_engine.loading import load_model
 
 from .needs import not_run, wanting
+from .rigs.each_backend import need_backend
 from .rigs.small_models import KINDS
 
 # Caches on NumPy go by calls of attention here, as they do where numba is not installed; on PyTorch by its
@@ -146,9 +147,7 @@ def _open_any(name: str) -> Iterator[ml.Backend]:
     with contextlib.ExitStack() as stack:
         if name == "jax" and name not in ml.plugins.registry().specs():
             stack.enter_context(_jax_example())
-        info = next(info for info in ml.available_backends() if info.name == name)
-        if not info.available:
-            pytest.skip(f"{name} cannot run here: {info.reason}")
+        need_backend(name)
         stack.enter_context(one_torch_thread(name))
         yield stack.enter_context(ml.open_backend(name))
 

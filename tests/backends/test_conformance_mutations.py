@@ -281,11 +281,9 @@ def test_an_absence_that_is_not_true_fails(copy: ModuleType, run_suite: Any, abs
 
 
 def test_an_absence_that_the_contract_does_not_know_fails(copy: ModuleType, run_suite: Any) -> None:
-    features = Features(absent=frozenset({"sofmax"}))
-    reports = run_suite(copy, RefusalTests, features)
+    reports = run_suite(copy, RefusalTests, Features(absent=frozenset({"sofmax"})))
     assert reports.failed == ["test_what_is_declared_absent_exists_in_the_contract"]
-    with pytest.raises(AssertionError, match=r"names no operations of the contract: \['sofmax'\]"):
-        RefusalTests().test_what_is_declared_absent_exists_in_the_contract(features)
+    assert "names no operations of the contract: ['sofmax']" in reports.told
 
 
 SAMPLE = "fits_any or bound_of_the_format or random_traces or any_states or as_halves or exact_tokens"

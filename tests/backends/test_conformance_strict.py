@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -81,47 +81,6 @@ def test_indices_that_the_caller_answers_for_are_checked(ctx: ml.Context) -> Non
     with pytest.raises(ml.BoundsError, match="rows"):
         tensor.rows(ctx, ctx.from_numpy(np.array([3], np.int32)))
     assert not tensor.to_numpy().any()
-
-
-VIOLATIONS: dict[str, tuple[type[ml.MLError], Callable[[ml.Context, ml.Tensor], object]]] = {
-    "operands of two dtypes": (ml.DTypeError, lambda ctx, x: x.add(ctx, x.cast(ctx, DType.F16))),
-    "a product of two dtypes": (ml.DTypeError, lambda ctx, x: x.matmul(ctx, x.cast(ctx, DType.BF16))),
-    "a concatenation of two dtypes": (ml.DTypeError, lambda ctx, x: x.concat(ctx, x.cast(ctx, DType.I32), 0)),
-    "a comparison of two dtypes": (
-        ml.DTypeError,
-        lambda ctx, x: x.compare(ctx, "lt", x.cast(ctx, DType.I32)),
-    ),
-    "a function of integers": (ml.DTypeError, lambda ctx, x: x.cast(ctx, DType.I32).exp(ctx)),
-    "a mean of integers": (ml.DTypeError, lambda ctx, x: x.cast(ctx, DType.I32).mean(ctx, 0)),
-    "arithmetic of BOOL": (
-        ml.DTypeError,
-        lambda ctx, x: x.cast(ctx, DType.BOOL).add(ctx, x.cast(ctx, DType.BOOL)),
-    ),
-    "a condition of numbers": (ml.DTypeError, lambda ctx, x: x.where(ctx, x, x)),
-    "indices of I64": (ml.DTypeError, lambda ctx, x: x.rows(ctx, ctx.zeros((1,), DType.I64))),
-    "indices of floats": (ml.DTypeError, lambda ctx, x: x.set_rows(ctx, x, x.sum(ctx, 0))),
-    "a range of BOOL": (ml.DTypeError, lambda ctx, x: ctx.arange(0, 1, 1, DType.BOOL)),
-    "a complex array": (ml.DTypeError, lambda ctx, x: ctx.from_numpy(np.zeros(2, complex))),
-    "a host index behind the end": (ml.BoundsError, lambda ctx, x: x.rows(ctx, [3])),
-    "a host index from the end": (ml.BoundsError, lambda ctx, x: x.set_rows(ctx, x, [0, 1, -1])),
-    "a view behind its storage": (ml.BoundsError, lambda ctx, x: x.view(ctx, 1, (3, 3))),
-    "a slice behind the end": (ml.BoundsError, lambda ctx, x: x.slice(ctx, 0, 0, 4)),
-    "a write to a repeating view": (
-        ml.ReadOnlyError,
-        lambda ctx, x: x.copy(ctx, x.view(ctx, 0, (3, 3), (0, 1))),
-    ),
-    "a reshape that copies": (ml.ShapeError, lambda ctx, x: x.permute(ctx, 1, 0).reshape(ctx, 9)),
-}
-
-
-@pytest.mark.parametrize(("error", "call"), VIOLATIONS.values(), ids=VIOLATIONS)
-def test_what_the_contract_does_not_allow_is_refused(
-    ctx: ml.Context, error: type[ml.MLError], call: Callable[[ml.Context, ml.Tensor], object]
-) -> None:
-    square = ctx.from_numpy(np.arange(9, dtype=np.float32).reshape(3, 3))
-    with pytest.raises(error):
-        call(ctx, square)
-    assert square.to_numpy().reshape(-1).tolist() == [*range(9)]
 
 
 def test_a_float_that_the_integer_does_not_hold_becomes_an_extreme(ctx: ml.Context) -> None:

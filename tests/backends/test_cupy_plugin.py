@@ -63,18 +63,15 @@ def test_the_probe_says_what_is_missing_in_cudas_own_words(
 
 
 @pytest.mark.usefixtures("unprobed")
-def test_open_backend_opens_it_with_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_reports_version_and_devices_and_open_backend_takes_its_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name, found in {**double.modules(), "backends.cupy.backend": module}.items():
         monkeypatch.setitem(sys.modules, name, found)
+    assert plugin.probe() == ml.Availability(True, version="14.2.0", devices=("cuda:0", "cuda:1"))
     with ml.open_backend("cupy", device="cuda:1", dtype=DType.F16) as backend:
         assert backend.devices[0].name == "cuda:1"
         assert backend.new_context().from_numpy([0.5]).dtype is DType.F16
-
-
-def test_the_probe_reports_version_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, found in double.modules().items():
-        monkeypatch.setitem(sys.modules, name, found)
-    assert plugin.probe() == ml.Availability(True, version="14.2.0", devices=("cuda:0", "cuda:1"))
 
 
 def test_the_real_cupy_is_imported_and_probed_where_it_is_installed() -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from unittest.mock import patch
 
@@ -21,27 +21,26 @@ from backends.mlx.rendezvous import interrupted, rendezvous
 from ml.distributed import free_ports
 
 from ..engine.local_launcher import local_ranks
+from ..rigs.each_backend import need_backend
 
 
 def hosts(size: int) -> list[list[str]]:
     return [[f"127.0.0.1:{port}"] for port in free_ports(size)]
 
 
-def together(
-    ring: Sequence[Sequence[str]], ranks: Sequence[int], seconds: float = 30.0
-) -> dict[int, str | None]:
-    """What each of ``ranks`` was told; None where it met all others."""
+def together(rings: Mapping[int, Sequence[Sequence[str]]], seconds: float = 30.0) -> dict[int, str | None]:
+    """What each rank was told that calls with its ring; None where it met all others."""
     told: dict[int, str | None] = {}
 
     def run(rank: int) -> None:
         try:
-            rendezvous(ring, rank, seconds)
+            rendezvous(rings[rank], rank, seconds)
         except ml.GroupError as error:
             told[rank] = f"{'late' if error.late else 'lost'}: {error}"
         else:
             told[rank] = None
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in rings]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -52,7 +51,7 @@ def together(
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_all_ranks_meet_and_leave_their_addresses_free(size: int) -> None:
     ring = hosts(size)
-    assert together(ring, range(size)) == dict.fromkeys(range(size))
+    assert together(dict.fromkeys(range(size), ring)) == dict.fromkeys(range(size))
     for (address,) in ring:
         with socket.socket() as again:
             again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -63,7 +62,7 @@ def test_all_ranks_meet_and_leave_their_addresses_free(size: int) -> None:
 @pytest.mark.parametrize("missing", [0, 1, 2])
 def test_ranks_say_who_is_missing_next_to_them(missing: int) -> None:
     ring = hosts(3)
-    told = together(ring, [rank for rank in range(3) if rank != missing], 0.3)
+    told = together({rank: ring for rank in range(3) if rank != missing}, 0.3)
     for rank, words in told.items():
         assert words is not None
         assert words.startswith(f"late: distributed: rank {rank} of 3 could not join the ring within 0.3 s (")
@@ -73,7 +72,7 @@ def test_ranks_say_who_is_missing_next_to_them(missing: int) -> None:
 def test_a_call_from_something_else_is_ignored() -> None:
     ring = hosts(2)
     found: dict[int, str | None] = {}
-    waiting = threading.Thread(target=lambda: found.update(together(ring, [0])))
+    waiting = threading.Thread(target=lambda: found.update(together({0: ring})))
     waiting.start()
     address = ("127.0.0.1", int(ring[0][0].split(":")[1]))
     with socket.socket() as other:
@@ -82,7 +81,7 @@ def test_a_call_from_something_else_is_ignored() -> None:
                 break
             time.sleep(0.01)
         other.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        assert together(ring, [1]) == {1: None}
+        assert together({1: ring}) == {1: None}
         waiting.join(60)
     assert found == {0: None}
 
@@ -90,15 +89,7 @@ def test_a_call_from_something_else_is_ignored() -> None:
 def test_ranks_of_two_host_files_do_not_meet() -> None:
     ring = hosts(2)
     other = [ring[0], ring[1], hosts(1)[0]]
-    told: dict[int, str | None] = {}
-    threads = [
-        threading.Thread(target=lambda ring=ring, rank=rank: told.update(together(ring, [rank], 0.4)))
-        for ring, rank in ((ring, 0), (other, 1))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    told = together({0: ring, 1: other}, 0.4)
     assert all(words is not None and words.startswith("late") for words in told.values())
 
 
@@ -146,7 +137,7 @@ def test_a_call_that_waits_is_interrupted_and_the_alarm_of_others_is_put_back() 
 @pytest.mark.parametrize("engine", ["torch", "mlx"])
 def test_a_rank_whose_other_never_starts_waits_no_longer_than_its_limit(engine: str, rank: int) -> None:
     """torch has a wait of its own."""
-    skip_without(engine)
+    need_backend(engine)
     told = rf"^distributed: rank {rank} .*within 0.3 s.*rank {1 - rank} "
     with (
         local_ranks(2) as variables,
@@ -186,13 +177,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def mlx() -> None:
-    skip_without("mlx")
-
-
-def skip_without(engine: str) -> None:
-    info = next(info for info in ml.available_backends() if info.name == engine)
-    if not info.available:
-        pytest.skip(f"{engine} cannot run here: {info.reason}")
+    need_backend("mlx")
 
 
 def started(program: str, variables: dict[str, str], *words: str) -> subprocess.Popen[str]:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache import CausalCache
 from ml import DType
 from ml.testing.transfers import PageTransferTests
 
@@ -92,34 +91,22 @@ def test_the_host_waits_for_nothing_that_it_does_not_ask_for(backend: TorchBacke
     assert [array[0] for array in found[0]] == [0, 1, 2, 3]
 
 
-def test_cells_are_written_in_one_copy_for_each_run(backend: TorchBackend) -> None:
-    cache = CausalCache()
-    cache.init(backend, DType.F32, 1, 2048, 2048)
+@pytest.mark.parametrize(
+    ("tokens", "count", "pieces"), [(1024, 1024, 4), (64, 64, 1), (512, 64, 4), (512, 8, 1)]
+)
+def test_the_beginning_of_each_heads_tokens_is_copied_from_where_it_lies_in_one_copy_for_each_run(
+    backend: TorchBackend, tokens: int, count: int, pieces: int
+) -> None:
     ctx = backend.new_context()
-    cells = ctx.zeros((4, 2048, 128), DType.F32).slice(ctx, 1, 512, 1536)
-    for shape, pieces in ((cells, 4), (cells.slice(ctx, 1, 0, 64), 1)):
-        page = np.random.default_rng(1).random(shape.shape, np.float32)
-        arriving = backend.page_in(ctx, [page], [shape])
-        assert arriving is not None
-        queue = CUDA.streams[-1].queue
-        assert sum(callable(one) for one in queue) == pieces
-        arriving.wait()
-        np.testing.assert_array_equal(shape.to_numpy(), page)
-
-
-def test_the_beginning_of_each_heads_tokens_is_copied_from_where_it_lies(backend: TorchBackend) -> None:
-    ctx = backend.new_context()
-    page = np.random.default_rng(2).random((4, 512, 128), np.float32)
-    cells = ctx.zeros((4, 2048, 128), DType.F32)
-    for count, pieces in ((64, 4), (8, 1)):
-        part, place = page[:, :count], cells.slice(ctx, 1, 512, 512 + count)
-        arriving = backend.page_in(ctx, [part], [place])
-        assert arriving is not None
-        ((_, source),) = arriving._kept  # type: ignore[attr-defined]
-        assert source.data_ptr() == page.ctypes.data
-        assert sum(callable(one) for one in CUDA.streams[-1].queue) == pieces
-        arriving.wait()
-        np.testing.assert_array_equal(place.to_numpy(), part)
+    page = np.random.default_rng(2).random((4, tokens, 128), np.float32)
+    part, place = page[:, :count], ctx.zeros((4, 2048, 128), DType.F32).slice(ctx, 1, 512, 512 + count)
+    arriving = backend.page_in(ctx, [part], [place])
+    assert arriving is not None
+    ((_, source),) = arriving._kept  # type: ignore[attr-defined]
+    assert source.data_ptr() == page.ctypes.data
+    assert sum(callable(one) for one in CUDA.streams[-1].queue) == pieces
+    arriving.wait()
+    np.testing.assert_array_equal(place.to_numpy(), part)
 
 
 def test_what_is_under_way_is_kept_until_it_is_done(backend: TorchBackend) -> None:

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,23 +150,24 @@ def test_a_long_segment_of_one_query_is_divided_and_merged(
 @pytest.mark.parametrize(("sequences", "length"), [(1, 32768), (8, 8192), (8, 32768), (7, 32768), (64, 1024)])
 def test_equal_sequences_fill_whole_waves_of_programs(sequences: int, length: int) -> None:
     """264 at once, as an H200 runs, for 8 KV heads: at most a tenth of these wait for the others."""
-    segments = [(0, i * length, length, i, i + 1) for i in range(sequences)]
-    plan = _plan(sequences, segments, [(i, 0, length) for i in range(sequences)])
-    work = ragged_work.divide(plan, ragged_work.choose_tile(plan, 4, 128, 128, 2), 264, 8)
-    items = work.packed[work.packed[3] : work.packed[4]].reshape(-1, 8)
-    longest = (items[:, 5] - items[:, 2]).max()
-    waves = -(-work.items * 8 // 264)
+    count, longest = _divided([length] * sequences)
+    waves = -(-count * 8 // 264)
     assert sequences * length * 8 >= 0.9 * 264 * waves * longest
 
 
 def test_a_long_sequence_beside_short_ones_is_cut_as_if_it_were_alone() -> None:
-    lengths = [*[100] * 63, 32768]
+    _, longest = _divided([*[100] * 63, 32768])
+    assert 256 <= longest <= 1024
+
+
+def _divided(lengths: Sequence[int]) -> tuple[int, int]:
+    """One query behind each history, for 264 programs and 8 KV heads: how many items, and the longest."""
     starts = np.cumsum([0, *lengths[:-1]])
     segments = [(0, start, n, i, i + 1) for i, (start, n) in enumerate(zip(starts, lengths, strict=True))]
-    plan = _plan(64, segments, [(i, 0, n) for i, n in enumerate(lengths)])
+    plan = _plan(len(lengths), segments, [(i, 0, n) for i, n in enumerate(lengths)])
     work = ragged_work.divide(plan, ragged_work.choose_tile(plan, 4, 128, 128, 2), 264, 8)
     items = work.packed[work.packed[3] : work.packed[4]].reshape(-1, 8)
-    assert 256 <= (items[:, 5] - items[:, 2]).max() <= 1024
+    return work.items, (items[:, 5] - items[:, 2]).max()
 
 
 def test_a_prefix_of_64_readers_is_read_by_tiles_of_them(ctx: Any) -> None:

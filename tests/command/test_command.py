@@ -111,12 +111,6 @@ def test_keys_and_values_have_types_of_their_own(
     assert sizes[1] / sizes[0] == (key + value) / 8
 
 
-def test_the_backend_may_come_from_the_environment(make_model: Make) -> None:
-    result = run("generate", "--model", make_model(), "--prompt", "a", env={"ML_BACKEND": "nothing"})
-    assert result.exit_code == 1
-    assert "no backend 'nothing'" in result.stderr
-
-
 def test_without_the_bundled_model_another_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -126,8 +120,15 @@ def test_without_the_bundled_model_another_is_asked_for(
     assert "name another with --model" in result.stderr
 
 
-def test_an_unknown_backend_says_how_to_install_the_others(make_model: Make) -> None:
-    result = run("generate", "--model", make_model(), "--prompt", "x", "--backend", "abacus")
+@pytest.mark.parametrize(
+    ("options", "env"), [(["--backend", "abacus"], {}), ([], {"ML_BACKEND": "abacus"})], ids=["named", "env"]
+)
+def test_an_unknown_backend_says_how_to_install_the_others(
+    make_model: Make, options: list[str], env: dict[str, str]
+) -> None:
+    result = run("generate", "--model", make_model(), "--prompt", "x", *options, env=env)
+    assert result.exit_code == 1
+    assert "no backend 'abacus'" in result.stderr
     for info in ml.available_backends():
         if info.install_hint:
             assert info.name in result.stderr

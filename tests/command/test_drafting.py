@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,12 +59,3 @@ def test_without_a_draft_the_engine_is_as_before() -> None:
     made = Drafting("lookup", 7).options(options)
     assert isinstance(made, SpeculativeOptions)
     assert (made.tokens, made.capacity, made.acceptance) == (7, 8, "rejection")
-
-
-def test_a_draft_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
-    config = json.loads((bundled_model() / "config.json").read_text(encoding="utf-8"))
-    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 77}), encoding="utf-8")
-    (tmp_path / "model.safetensors").write_bytes((bundled_model() / "model.safetensors").read_bytes())
-    result = run(*WORDS, "--draft", tmp_path)
-    assert result.exit_code != 0
-    assert "its vocabulary has 77 tokens; the model's has" in result.output

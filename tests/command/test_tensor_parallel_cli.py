@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-import ml
 from kvcache_engine.rank import RanksError
 from kvcache_engine.ranks import run_ranks
 
 from ..engine import local_launcher
 from ..engine.test_tensor_parallel import engine
+from ..rigs.each_backend import need_backend
 from .cli_rig import run
 
 __all__ = ["engine"]
@@ -35,8 +35,7 @@ GENERATE = [sys.executable, "-m", "kvcache_engine", "generate", "--dtype", "f32"
 @pytest.fixture
 def mlx() -> None:
     """Ranks of MLX start in less time than those of torch."""
-    if not next(info for info in ml.available_backends() if info.name == "mlx").available:
-        pytest.skip("mlx cannot run here")
+    need_backend("mlx")
 
 
 def environment() -> dict[str, str]:

@@ -52,9 +52,9 @@ class Heard:
         self.engine.close(flush=False)
         self._model.forward = self._forward
 
-    def ask(self, *prompts: list[int]) -> list[Any]:
+    def ask(self, *prompts: list[int], settings: GenerationOptions = ANSWER) -> list[Any]:
         """All at once."""
-        requests = [self.engine.submit(prompt, ANSWER) for prompt in prompts]
+        requests = [self.engine.submit(prompt, settings) for prompt in prompts]
         while self.engine.busy:
             self.engine.step()
         return requests
@@ -108,14 +108,10 @@ def test_a_request_that_made_room_goes_on_as_if_it_had_not(small: Any) -> None:
     cold = []
     for prompt in prompts:
         with Heard(small) as heard:
-            request = heard.engine.submit(prompt, settings)
-            while heard.engine.busy:
-                heard.engine.step()
+            (request,) = heard.ask(prompt, settings=settings)
             cold.append((request.tokens, heard.logits[request.id]))
     with Heard(small, capacity=48, max_sequences=2, context=64) as heard:
-        requests = [heard.engine.submit(prompt, settings) for prompt in prompts]
-        while heard.engine.busy:
-            heard.engine.step()
+        requests = heard.ask(*prompts, settings=settings)
         assert heard.engine.preemptions
         for request, (tokens, logits) in zip(requests, cold, strict=True):
             assert request.tokens == tokens
@@ -128,11 +124,7 @@ def test_blocks_in_a_store_are_kept_from_engines_without_the_option(small: Any, 
     for invariant in (True, False, True, False):
         options = EngineOptions(capacity=128, block_size=BLOCK, batch_invariant=invariant)
         with Engine(small, None, options, [store]) as engine:
-            request = engine.submit(prompt, ANSWER)
-            while engine.busy:
-                engine.step()
-            assert request.answer is not None
-            found.append(request.answer.reused)
+            found.append(engine.complete([prompt], ANSWER)[0].reused)
     assert found == [0, 0, 48, 48]
 
 

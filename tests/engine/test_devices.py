@@ -31,10 +31,12 @@ from kvcache_engine.requests import GenerationOptions
 from kvcache_engine.saved import adopt, capture
 from kvcache_engine.tokenizer import Tokenizer
 
-from ..rigs import cupy_double
+from ..conftest import one_torch_thread
+from ..rigs import cupy_double, model_passes
+from ..rigs.each_backend import need_backend
 from ..rigs.small_models import KINDS
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
 Make = Callable[..., Path]
 TWO = ("cpu:0", "cpu:1")
@@ -42,10 +44,8 @@ TWO = ("cpu:0", "cpu:1")
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with one_torch_thread("torch"):
+        yield
 
 
 def open_torch(devices: Sequence[str], layers: int) -> ml.Backend:
@@ -220,12 +220,8 @@ def test_a_pass_moves_as_much_between_devices_however_many_layers_there_are(
 
 
 def step(model: Any, cache: Any, sequences: Sequence[int], positions: Sequence[int]) -> np.ndarray:
-    tokens = [3 + 7 * p % 250 for p in positions]
-    batch = Batch(list(positions), list(sequences), inputs=tokens)
-    with model.backend.new_context() as ctx:
-        cache.start_forward(ctx, batch)
-        logits: np.ndarray = model.forward(ctx, batch, cache).to_numpy()
-        return logits
+    text = [3 + 7 * p % 250 for p in range(64)]
+    return model_passes.run(model, cache, [*zip(sequences, positions, strict=True)], [text] * 2)
 
 
 # Snapshots, sessions, stores.
@@ -348,9 +344,7 @@ def test_a_list_of_devices_leaves_no_name_out(text: str) -> None:
     assert parse_devices(" cuda:0, cuda:1") == ["cuda:0", "cuda:1"]
 
 
-def test_layers_are_placed_by_an_index_for_each_or_split_evenly() -> None:
-    with open_torch(TWO, 4) as backend, backend.new_context() as ctx:
-        assert [ctx.layer(i).device for i in range(4)] == ["cpu:0", "cpu:0", "cpu:1", "cpu:1"]
+def test_layers_are_placed_by_an_index_for_each() -> None:
     with ml.open_backend("torch", devices=TWO, layers=[1, 0, 1]) as backend, backend.new_context() as ctx:
         assert [ctx.layer(i).device for i in range(3)] == ["cpu:1", "cpu:0", "cpu:1"]
         with pytest.raises(ml.BoundsError, match="layer: 3 of 3; the backend was opened with layers=3"):
@@ -370,9 +364,7 @@ def test_what_is_no_number_of_layers_is_refused(layers: Any) -> None:
 
 @pytest.mark.parametrize("name", ["numpy", "mlx"])
 def test_a_backend_of_one_device_takes_one_and_refuses_more(name: str) -> None:
-    info = next(info for info in ml.available_backends() if info.name == name)
-    if not info.available:
-        pytest.skip(f"{name} cannot run here: {info.reason}")
+    need_backend(name)
     config = load_config(bundled_model())
     with open_on_devices(name, ["cpu"], config) as backend:
         assert [device.name for device in backend.devices] == ["cpu"]
@@ -425,12 +417,9 @@ def test_the_hosts_memory_counts_once_however_many_places_lie_in_it() -> None:
 
 
 def run(*arguments: object) -> Any:
-    pytest.importorskip("typer")
-    from typer.testing import CliRunner
+    from ..command.cli_rig import run as command
 
-    import kvcache_engine.command.main
-
-    return CliRunner().invoke(kvcache_engine.command.main.app, [str(argument) for argument in arguments])
+    return command(*arguments)
 
 
 def test_generate_takes_devices_and_prints_the_same() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,9 @@ from kvcache_engine import Engine, EngineOptions, GenerationOptions, load_model
 from kvcache_engine.drafts import ModelDraft
 from kvcache_engine.options import SpeculativeOptions
 
-from .test_models import peer
+from .test_models import folders
+
+__all__ = ["folders"]
 
 PROMPTS = [[int(t) for t in np.random.default_rng(i).integers(3, 97, 5)] for i in range(15)]
 MIXED = [
@@ -68,15 +69,6 @@ def reads(backend: ml.Backend, monkeypatch: pytest.MonkeyPatch) -> list[tuple[in
     return shapes
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    pytest.importorskip("transformers")
-    folders = {name: tmp_path_factory.mktemp(name) for name in NAMES}
-    for name, folder in folders.items():
-        peer(name).save_pretrained(folder)
-    return folders
-
-
 def right(answers: dict[tuple[int, ...], list[int]]) -> Any:
     """A draft that knows the answers, and says something else at times."""
 
@@ -90,13 +82,13 @@ def right(answers: dict[tuple[int, ...], list[int]]) -> Any:
 
 @pytest.mark.parametrize(("backend", "name"), PAIRS, indirect=["backend"], scope="module")
 def test_a_step_reads_once_however_many_sequences_there_are(
-    backend: ml.Backend, reads: list[tuple[int, ...]], folders: dict[str, Path], name: str
+    backend: ml.Backend, reads: list[tuple[int, ...]], folders: Any, name: str
 ) -> None:
     if backend.name == "torch" and name != "llama":
         functional = pytest.importorskip("torch.nn.functional")
         if not hasattr(functional, "grouped_mm"):
             pytest.skip("this torch has no grouped product")
-    model = load_model(folders[name], backend)
+    model = load_model(folders(name), backend)
     answers: dict[tuple[int, ...], list[int]] = {}
     for count in (7, 1):
         for drafted in (False, True):
@@ -122,10 +114,10 @@ def test_a_step_reads_once_however_many_sequences_there_are(
 
 
 def test_log_probabilities_come_in_the_same_read_and_only_for_those_that_ask(
-    backend: ml.Backend, reads: list[tuple[int, ...]], folders: dict[str, Path]
+    backend: ml.Backend, reads: list[tuple[int, ...]], folders: Any
 ) -> None:
     """Two of eight ask, one for three of the likeliest and one for none."""
-    model, asking = load_model(folders["llama"], backend), {2: 3, 5: 0}
+    model, asking = load_model(folders("llama"), backend), {2: 3, 5: 0}
     with Engine(model, None, EngineOptions(max_sequences=8, capacity=32)) as engine:
         requests = [
             engine.submit(prompt, replace(MIXED[i % len(MIXED)], logprobs=asking.get(i)), stream=i)
@@ -145,10 +137,10 @@ def test_log_probabilities_come_in_the_same_read_and_only_for_those_that_ask(
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-next"])
 def test_many_tokens_of_a_prompt_ask_nothing_of_the_experts_that_they_chose(
-    reads: list[tuple[int, ...]], backend: ml.Backend, folders: dict[str, Path], name: str
+    reads: list[tuple[int, ...]], backend: ml.Backend, folders: Any, name: str
 ) -> None:
     """More than 256 pairs of a token and an expert, also where there is no grouped product."""
-    model = load_model(folders[name], backend)
+    model = load_model(folders(name), backend)
     with Engine(model, None, EngineOptions(max_sequences=4, capacity=128)) as engine:
         for prompt in np.random.default_rng(0).integers(3, 97, (4, 100)):
             engine.submit(prompt.tolist(), MIXED[1])
@@ -159,7 +151,7 @@ def test_many_tokens_of_a_prompt_ask_nothing_of_the_experts_that_they_chose(
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("mixtral", "F16"), ("gemma3", "F32"), ("qwen3-next", "F16")])
-def test_a_step_on_cuda_waits_once(folders: dict[str, Path], name: str, dtype: str) -> None:
+def test_a_step_on_cuda_waits_once(folders: Any, name: str, dtype: str) -> None:
     """For what was drawn, also after more than 256 pairs; for these dtypes torch has no grouped product."""
     pytest.importorskip("torch")
     from ..rigs.cuda_double import cuda_double
@@ -167,7 +159,7 @@ def test_a_step_on_cuda_waits_once(folders: dict[str, Path], name: str, dtype: s
     with (
         cuda_double() as transfers,
         ml.open_backend("torch", device="cuda:0", dtype=ml.DType[dtype]) as backend,
-        Engine(load_model(folders[name], backend), None, EngineOptions(4, 128)) as engine,
+        Engine(load_model(folders(name), backend), None, EngineOptions(4, 128)) as engine,
     ):
         for i, prompt in enumerate(np.random.default_rng(0).integers(3, 97, (4, 100))):
             engine.submit(prompt.tolist(), replace(MIXED[i], max_new_tokens=2))
@@ -178,20 +170,20 @@ def test_a_step_on_cuda_waits_once(folders: dict[str, Path], name: str, dtype: s
 
 
 def test_a_draft_of_a_model_is_read_once(
-    backend: ml.Backend, reads: list[tuple[int, ...]], folders: dict[str, Path]
+    backend: ml.Backend, reads: list[tuple[int, ...]], folders: Any
 ) -> None:
-    with ModelDraft(load_model(folders["llama"], backend), width=3, capacity=64) as draft:
+    with ModelDraft(load_model(folders("llama"), backend), width=3, capacity=64) as draft:
         reads.clear()
         assert [len(guess) for guess in draft(0, PROMPTS[0], 4, 3)] == [4, 4, 4]
         assert reads == [(3, 4)]
 
 
-def test_every_device_draws_the_same(folders: dict[str, Path]) -> None:
+def test_every_device_draws_the_same(folders: Any) -> None:
     """Logits that differ in their last bits may make another draw: here none does."""
     with ml.open_backend("numpy") as numpy, elsewhere() as far:
         found = []
         for backend in (numpy, far):
-            with Engine(load_model(folders["mixtral"], backend), None, EngineOptions(8, 64)) as engine:
+            with Engine(load_model(folders("mixtral"), backend), None, EngineOptions(8, 64)) as engine:
                 requests = [engine.submit(p, MIXED[i % 5], None, i) for i, p in enumerate(PROMPTS)]
                 while engine.busy:
                     engine.step()

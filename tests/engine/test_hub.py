@@ -133,11 +133,7 @@ def test_without_the_package_the_message_says_how(monkeypatch: pytest.MonkeyPatc
         existing_model_path("somebody/small")
 
 
-@pytest.mark.parametrize("name", ["a/b", "Qwen/Qwen3-0.6B", "a/b@v1.0", "a/b/c.gguf", "a/b@main/c-Q8_0.gguf"])
-def test_what_a_name_on_the_hub_looks_like(name: str) -> None:
-    assert is_hub_name(name)
-
-
-@pytest.mark.parametrize("name", ["a", "/a/b", "./a/b", "a/b/c", "a b/c", "~/a", "a/b/", "../a"])
-def test_other_paths_are_not_asked_for(name: str) -> None:
-    assert not is_hub_name(name)
+def test_what_a_name_on_the_hub_looks_like() -> None:
+    names = ["a/b", "Qwen/Qwen3-0.6B", "a/b@v1.0", "a/b/c.gguf", "a/b@main/c-Q8_0.gguf"]
+    paths = ["a", "/a/b", "./a/b", "a/b/c", "a b/c", "~/a", "a/b/", "../a"]
+    assert [*filter(is_hub_name, [*names, *paths])] == names

@@ -12,7 +12,7 @@ import pytest
 
 from kvcache.prefix.break_even import BreakEven, Link
 from kvcache.stores import MemoryStore
-from kvcache_engine.engine import Engine, EngineOptions
+from kvcache_engine.engine import Engine
 from kvcache_engine.errors import RequestError
 from kvcache_engine.requests import Finished, GenerationOptions, Started
 
@@ -246,8 +246,3 @@ def test_an_engine_measures_how_fast_it_computes_prompts(small: Any) -> None:
         assert engine.prefix.break_even.tokens_per_second == pytest.approx(
             engine.statistics.prefill_tokens_per_second
         )
-
-
-def test_a_fetch_of_another_name_is_refused() -> None:
-    with pytest.raises(RequestError, match="fetch='never'"):
-        EngineOptions(fetch="never")  # type: ignore[arg-type]

@@ -65,6 +65,7 @@ ASKING: dict[str, tuple[Any, dict[str, Any]]] = {
     "stop=['x'] is text and there is no tokenizer": ([5], {"settings": GenerationOptions(stop=["x"])}),
     "draft= needs an engine with SpeculativeOptions": ([5], {"draft": prompt_lookup}),
     "salt='\\ud800': ": ([5], {"salt": "\ud800"}),
+    "salt=7; it must be a string": ([5], {"salt": 7}),
     "shared=3; the prompt has 2 tokens": ([5, 6], {"shared": 3}),
     "retention=3; it must be a Retention": ([5], {"retention": 3}),
 }  # fmt: skip
@@ -110,7 +111,7 @@ OPTIONS: dict[type, dict[str, list[Any]]] = {
         "backlog": [-1, 1.5, "many", None],
         "fetch": ["never", None],
     },
-    SpeculativeOptions: {"tokens": [0, 2.5], "width": [0, 1.5]},
+    SpeculativeOptions: {"tokens": [0, 2.5], "width": [0, 1.5], "acceptance": ["typical"]},
 }
 
 

@@ -28,7 +28,7 @@ from kvcache_engine.sampling import Choice, Proposed, Sampler
 from ml import nn
 
 from ..rigs.each_backend import host_and_tensors, runnable
-from .test_sampling import distribution
+from .test_sampling import check_counts, shares
 
 SIZE = 5
 DRAWS, TEXTS = 20_000, 500
@@ -51,28 +51,6 @@ def by_tensors(backend: ml.Backend) -> Reject:
 
 
 reject = host_and_tensors(nn.reject_on_host, by_tensors)
-
-
-def shares(
-    logits: np.ndarray, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> Any:
-    """(vocabulary,) in float64, by the definitions."""
-    found = np.zeros(len(logits))
-    order, weights = distribution(logits, temperature, top_k, top_p, min_p)
-    found[order] = weights
-    return found
-
-
-def check_counts(counts: np.ndarray, expected: np.ndarray) -> None:
-    """Chi-square, what is rare taken together; nothing comes that cannot."""
-    total = counts.sum()
-    assert not counts[expected == 0].any()
-    often = expected * total >= 5
-    observed = np.append(counts[often], counts[~often].sum())
-    wanted = np.append(expected[often], expected[~often].sum()) * total
-    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
-    statistic, freedom = ((observed - wanted) ** 2 / wanted).sum(), len(wanted) - 1
-    assert statistic < freedom + 4 * (2 * freedom) ** 0.5  # mean and four standard deviations
 
 
 def some_logits(seed: int, *shape: int) -> np.ndarray:
@@ -287,11 +265,6 @@ def test_greedy_requests_beside_sampled_ones_have_the_same_tokens(
     assert next(answer for answer in found if answer.request == 0).tokens == expected.tokens
 
 
-def test_a_draft_that_is_the_model_itself_is_always_right(chains: tuple[Chain, Chain]) -> None:
-    _, generator = answers((chains[0], chains[0]), 64, SETTINGS["cut"], 4)
-    assert generator.speculation.acceptance == 1
-
-
 @pytest.mark.parametrize(
     ("tokens", "given", "message"),
     [
@@ -320,8 +293,3 @@ def test_what_a_draft_says_it_drew_from_is_checked(
             generator.complete([[0]], GenerationOptions(8, temperature=1.0))
         cache: Any = generator.cache
         assert cache.free_cells == cache.cells
-
-
-def test_another_acceptance_is_refused() -> None:
-    with pytest.raises(RequestError, match="acceptance='typical'"):
-        SpeculativeOptions(acceptance="typical")  # type: ignore[arg-type]

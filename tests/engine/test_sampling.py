@@ -57,6 +57,28 @@ def distribution(
     return order[kept], weights[kept] / weights[kept].sum()
 
 
+def shares(
+    logits: np.ndarray, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> Any:
+    """(vocabulary,) in float64, by the definitions."""
+    found = np.zeros(len(logits))
+    order, weights = distribution(logits, temperature, top_k, top_p, min_p)
+    found[order] = weights
+    return found
+
+
+def check_counts(counts: np.ndarray, expected: np.ndarray) -> None:
+    """Chi-square, what is rare taken together; nothing comes that cannot."""
+    total = counts.sum()
+    assert not counts[expected == 0].any()
+    often = expected * total >= 5
+    observed = np.append(counts[often], counts[~often].sum())
+    wanted = np.append(expected[often], expected[~often].sum()) * total
+    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+    statistic, freedom = ((observed - wanted) ** 2 / wanted).sum(), len(wanted) - 1
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5  # mean and four standard deviations
+
+
 Row = tuple[float, int, float, float] | tuple[float, int, float, float, float]
 """Temperature, top-k, top-p, ``uniform``, and min-p where there is one."""
 
@@ -124,19 +146,12 @@ def test_a_row_does_not_depend_on_the_others(draw: Draw) -> None:
     ("k", "p", "least"), [(0, 1.0, 0.0), (20, 1.0, 0.0), (0, 0.8, 0.0), (50, 0.9, 0.0), (0, 1.0, 0.05)]
 )
 def test_frequencies_follow_the_probabilities(draw: Draw, k: int, p: float, least: float) -> None:
-    """Chi-square over 10000 draws of fixed seeds."""
+    """Over 10000 draws of fixed seeds."""
     logits = np.random.default_rng(1).normal(0, 2, 200).astype(np.float32)
     samplers = [Sampler(0.9, k, p, seed) for seed in range(20)]
     uniform = [sampler.uniform(i) for sampler in samplers for i in range(500)]
     tokens = draw(np.repeat(logits[None], 10000, 0), settings_of(*((0.9, k, p, u, least) for u in uniform)))
-    order, probabilities = distribution(logits, 0.9, k, p, least)
-    counts = np.bincount(tokens, minlength=200)[order]
-    assert counts.sum() == 10000
-    often = probabilities * 10000 >= 5
-    observed = [*counts[often], counts[~often].sum()]
-    expected = 10000 * np.array([*probabilities[often], probabilities[~often].sum() + 1e-12])
-    statistic, freedom = ((observed - expected) ** 2 / expected).sum(), len(expected) - 1
-    assert statistic < freedom + 4 * (2 * freedom) ** 0.5  # mean and four standard deviations
+    check_counts(np.bincount(tokens, minlength=200), shares(logits, 0.9, k, p, least))
 
 
 def test_what_is_rare_in_a_large_vocabulary_is_drawn_as_often_as_it_is_likely(draw: Draw) -> None:

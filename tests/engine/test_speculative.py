@@ -1,6 +1,6 @@
 """Speculative decoding says what plain decoding says, whatever the drafts, on every kind of cache.
 
-The sliding, chunked and recurrent models are those of test_runner_models, small and random; their windows
+The sliding, chunked and recurrent models are those of test_models, small and random; their windows
 and chunks are of 8 tokens, and answers go on for several of them. Their tokens are transformers' own.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def tiny(backend: ml.Backend) -> Any:
 
 @pytest.fixture(scope="module")
 def hybrids(backend: ml.Backend, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """``hybrids(name)``: a model of test_runner_models."""
+    """``hybrids(name)``: a model of test_models."""
     pytest.importorskip("transformers")
     from .test_models import peer
 
@@ -348,6 +349,18 @@ def test_drafts_of_another_vocabulary_are_refused_and_nothing_stays(tiny: Any) -
             assert cache.free_cells == cache.cells
 
 
+def fail_in_pass(number: int, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's pass of this number from now on, counted from 1, fails."""
+    forward, numbers = model.forward, itertools.count(1)
+
+    def failing(*args: Any) -> Any:
+        if next(numbers) == number:
+            raise MemoryError("the device is full")
+        return forward(*args)
+
+    monkeypatch.setattr(model, "forward", failing)
+
+
 @pytest.mark.parametrize("width", [1, 2])
 def test_a_pass_that_fails_leaves_the_cache_empty(
     tiny: Any, width: int, monkeypatch: pytest.MonkeyPatch
@@ -357,15 +370,7 @@ def test_a_pass_that_fails_leaves_the_cache_empty(
     draft = Oracle(prompts, expected, tiny.config.vocab_size).wrong  # as many branches as there may be
     options = SpeculativeOptions(max_sequences=1, capacity=64, width=width)
     with Generator(tiny, None, draft=draft, options=options) as generator:
-        forward, calls = tiny.forward, []
-
-        def failing(*args: Any) -> Any:
-            calls.append(args)
-            if len(calls) == 3:
-                raise MemoryError("the device is full")
-            return forward(*args)
-
-        monkeypatch.setattr(tiny, "forward", failing)
+        fail_in_pass(3, tiny, monkeypatch)
         with pytest.raises(MemoryError):
             generator.complete(prompts, GenerationOptions(COUNT))
         cache: Any = generator.cache
@@ -418,15 +423,7 @@ def test_a_model_drafts_for_the_sequences_that_it_was_made_for(tiny: Any) -> Non
 def test_a_model_whose_draft_fails_begins_anew(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with ModelDraft(tiny, sequences=1, width=2) as draft:
         expected = draft(0, [1, 2, 3], 4, 2)
-        forward, calls = tiny.forward, []
-
-        def failing(*args: Any) -> Any:
-            calls.append(args)
-            if len(calls) == 2:
-                raise MemoryError("the device is full")
-            return forward(*args)
-
-        monkeypatch.setattr(tiny, "forward", failing)
+        fail_in_pass(2, tiny, monkeypatch)
         with pytest.raises(MemoryError):
             draft(0, [1, 2, 3, 4], 4, 2)
         cache: Any = draft.cache

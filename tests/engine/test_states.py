@@ -1,6 +1,6 @@
 """Hybrid models give their states inside a pass: drafted tokens, scheduled snapshots, prompts that part.
 
-The models are those of test_runner_models, small and random; their logits and tokens are transformers' own.
+The models are those of test_models, small and random; their logits and tokens are transformers' own.
 """
 
 from __future__ import annotations

@@ -28,13 +28,14 @@ from kvcache_engine import (
 from kvcache_engine.checkpoints.weights import open_weights
 from kvcache_engine.config import ModelConfig
 from kvcache_engine.loading import load_config
-from kvcache_engine.models.families import FAMILIES, expected_shapes, family_of, parameter_count
+from kvcache_engine.models.families import FAMILIES, expected_shapes, parameter_count
 from kvcache_engine.parallel import device_of_rank, failed_elsewhere, join, share_of, sizes_of
 from kvcache_engine.rank import RanksError
 from kvcache_engine.ranks import run_ranks
 from ml.distributed import free_ports, launched
 
 from ..rigs import small_models
+from ..rigs.each_backend import need_backend
 from . import local_launcher
 from .parallel_ranks import Rank, collectives, greedy
 
@@ -122,14 +123,6 @@ def test_what_every_rank_adds_is_stored_by_rank_0_alone() -> None:
         assert "model.norm.bias" not in part
 
 
-def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused_with_those_that_do() -> None:
-    config = load_config(bundled_model())
-    with pytest.raises(
-        ModelError, match=r"6 heads with 2 KV heads .* over 3 ranks; this model supports 1, 2, 4, 6"
-    ):
-        family_of(config).check_ranks(config, 3)
-
-
 def test_families_that_are_not_divided_say_so_and_name_those_that_are() -> None:
     config = replace(load_config(bundled_model()), architecture="MixtralForCausalLM")
     with pytest.raises(
@@ -211,9 +204,7 @@ def test_ports_are_free_and_follow_each_other() -> None:
 
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> str:
-    infos = {info.name: info for info in ml.available_backends()}
-    if not infos[request.param].available:
-        pytest.skip(f"{request.param} cannot run here: {infos[request.param].reason}")
+    need_backend(request.param)
     return str(request.param)
 
 
@@ -288,7 +279,7 @@ def test_two_ranks_compute_what_one_does_and_keep_pages_of_their_own(
 ) -> None:
     """Collectives, greedy text, logits of every divided family, memory and stores.
 
-    What ranks agree on that find and evict different things is tried by ``test_engine_ranks.py``: here are
+    What ranks agree on that find and evict different things is tried by ``test_ranks.py``: here are
     other processes and stores, which know no engine. Those of torch start slowly, so they start once.
     """
     greedy = greedy_jobs(alone, 2, 4, *([STORIES] if STORIES.is_dir() else []))

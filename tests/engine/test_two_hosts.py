@@ -258,18 +258,9 @@ def test_tables_and_plots_are_those_of_the_figures(tmp_path: Path, monkeypatch: 
     assert report.load(tmp_path) == json.loads(json.dumps({"models": {"one": record}}))
 
 
-def test_the_page_shows_its_figures() -> None:
-    docs = Path(__file__).resolve().parents[2] / "docs"
-    results = report.load(docs)
-    assert {*results["models"]} == {"tiny", "llama"}
-    page = (docs / "remote-stores.md").read_text(encoding="utf-8")
-    assert report.tables(results) in page
-    longest = report.points_of(results["models"]["llama"])[-1]
-    computed, fetched = longest.computed, longest.restored[1.0]
-    assert f"take {computed:.2g} s to compute and {fetched:.2g} s to fetch over 1 Gb/s" in page
-    for name, record in results["models"].items():
+def test_of_what_is_recorded_slow_links_were_spared_and_no_others() -> None:
+    for record in report.load(Path(__file__).resolve().parents[2] / "docs")["models"].values():
         rows = [Decided(**row) for row in record["decisions"]["rows"]]
         assert {(row.gigabits < 0.1, row.restored == 0) for row in rows} == {(True, True), (False, False)}
-        assert f"(two-hosts/{name}.svg)" in page
         for point in report.points_of(record):
             assert point.nbytes > point.tokens * BYTES

@@ -171,6 +171,10 @@ def write_gguf(
     source = open_weights(folder)
     for name, array in source.items():
         add_tensor(writer, ggml_name(name), permuted(name, array, config) if arch == "llama" else array, kind)
+    write(writer)
+
+
+def write(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -320,10 +324,7 @@ def metadata_file(path: Path, arch: str = "llama", **fields: Any) -> Path:
         elif value is not None:
             writer.add_uint32(name, value)
     writer.add_tensor("token_embd.weight", np.zeros((32, 64), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write(writer)
     return path
 
 

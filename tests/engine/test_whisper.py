@@ -64,23 +64,6 @@ def expected_logits(which: int, tokens: Sequence[int]) -> np.ndarray:
     return logits[0].numpy()
 
 
-def expected_tokens(which: int, tokens: Sequence[int], count: int) -> list[int]:
-    """Greedy, with transformers' own cache of both attentions."""
-    import torch
-
-    encoded, past, given, found = (torch.from_numpy(states(which))[None],), None, list(tokens), []
-    for _ in range(count):
-        out = peer()(
-            encoder_outputs=encoded,
-            decoder_input_ids=torch.tensor([given]),
-            past_key_values=past,
-            use_cache=True,
-        )
-        past, given = out.past_key_values, [int(out.logits[0, -1].argmax())]
-        found += given
-    return found
-
-
 @pytest.fixture(scope="module", params=BACKENDS)
 def model(request: pytest.FixtureRequest) -> Iterator[Whisper]:
     with ml.open_backend(request.param) as backend:
@@ -109,16 +92,6 @@ def test_logits_with_prefill_in_chunks(model: Whisper) -> None:
             entries = [(0, i) for i in range(at, min(at + chunk, LENGTH))]
             parts.append(run(model, cache, entries, [tokens], multimodal=[] if at else [(0, states(0))]))
         close(np.concatenate(parts), expected)
-
-
-def test_greedy_tokens(model: Whisper) -> None:
-    tokens = [1, 5, 9]
-    cache = new_cache(model)
-    row = run(model, cache, [(0, i) for i in range(3)], [tokens], multimodal=[(0, states(0))])[-1]
-    for _ in range(20):
-        tokens.append(int(row.argmax()))
-        row = run(model, cache, [(0, len(tokens) - 1)], [tokens])[0]
-    assert tokens[3:] == expected_tokens(0, tokens[:3], 20)
 
 
 def test_two_sequences_with_encoders_of_different_lengths(model: Whisper) -> None:

@@ -108,7 +108,6 @@ def ask(folder: Path, code: str, **environment: str) -> Any:
     return json.loads(done.stdout)
 
 
-OPEN = "with ml.open_backend({}) as backend:\n    answer = [backend.name, backend.devices[0].name]"
 EVERYTHING = """
 def attempt(*name):
     try:

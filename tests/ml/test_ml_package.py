@@ -47,8 +47,8 @@ def test_import_ml_brings_pluggy_and_quick_parts_of_the_standard_library(brought
     assert not brought & slow
 
 
-def test_listing_the_specs_and_opening_numpy_imports_no_framework() -> None:
-    code = "from ml.plugins import registry; registry().specs()\nimport ml; ml.open_backend('numpy')"
+def test_layers_listing_the_specs_and_opening_numpy_import_no_framework() -> None:
+    code = "from ml.plugins import registry; registry().specs()\nimport ml, ml.nn; ml.open_backend('numpy')"
     assert not imported(code) & set(FRAMEWORKS)
 
 

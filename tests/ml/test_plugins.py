@@ -430,7 +430,7 @@ def test_two_entry_points_of_one_label_are_two_plugins(install: Any) -> None:
 # Laziness and hand-made plugins.
 
 
-def test_nothing_is_loaded_before_the_first_question(install: Any) -> None:
+def test_nothing_is_loaded_before_the_first_question_and_listing_opens_nothing(install: Any) -> None:
     loaded = []
 
     class Watched(EntryPoint):
@@ -438,17 +438,11 @@ def test_nothing_is_loaded_before_the_first_question(install: Any) -> None:
             loaded.append(self.name)
             return super().load()
 
-    point = install("a", spec("a"))
+    point = install("a", spec("a", open=no))
     found = Registry([Watched(point.name, point.value, point.group)])
     assert loaded == []
     found.specs()
-    found.infos()
-    assert loaded == ["a"]
-
-
-def test_listing_probes_but_opens_nothing(install: Any) -> None:
-    found = Registry([install("a", spec("a", open=no))])
-    assert [info.name for info in found.infos()] == ["a"]
+    assert [info.name for info in found.infos()] == loaded == ["a"]
 
 
 def test_infos_put_what_runs_first_then_by_priority(install: Any) -> None:

@@ -16,6 +16,13 @@ def runnable(*names: str) -> list[str]:
     return [info.name for info in ml.available_backends() if info.available and info.name in names]
 
 
+def need_backend(name: str) -> None:
+    """Skip the test where the backend cannot run."""
+    info = next(info for info in ml.available_backends() if info.name == name)
+    if not info.available:
+        pytest.skip(f"{name} cannot run here: {info.reason}")
+
+
 def each_backend(*names: str) -> Any:
     @pytest.fixture(scope="module", params=runnable(*names))
     def backend(request: pytest.FixtureRequest) -> Iterator[ml.Backend]:

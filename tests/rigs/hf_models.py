@@ -82,6 +82,11 @@ def model(name: str, attention: str = "eager", seed: int = 0, **changes: Any) ->
     return made
 
 
+def llama(layers: int, **changes: Any) -> Any:
+    """One that nobody else has: it may be changed."""
+    return model.__wrapped__("llama", num_hidden_layers=layers, **changes)
+
+
 def _make(name: str, changes: dict[str, Any]) -> Any:
     if name == "t5":
         return transformers.T5ForConditionalGeneration(transformers.T5Config(**{
@@ -144,6 +149,14 @@ def generate(made: Any, batch: dict[str, Any], cache: Any = None, **options: Any
     torch.manual_seed(7)
     found = made.generate(**batch, output_logits=True, return_dict_in_generate=True, **options)
     return Result(found.sequences, found.logits, found.past_key_values)
+
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+
+
+def plain(made: Any, ids: torch.Tensor) -> torch.Tensor:
+    """The prompt and its answer, without a cache of ours."""
+    return made.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **OPTIONS)
 
 
 def feed(made: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:

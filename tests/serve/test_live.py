@@ -20,7 +20,6 @@ from kvcache_engine.requests import GenerationOptions
 from kvcache_engine.serve import Worker
 from kvcache_engine.serve.worker import Ticket
 
-from ..command.cli_rig import run
 from .serve_rig import PROMPT, app_of, asked_in_process, opened
 
 OPTIONS = EngineOptions(max_sequences=1, capacity=64)
@@ -154,9 +153,3 @@ def test_what_is_drawn_ends_with_an_engine_that_stops() -> None:
         pass
     with watching(worker, console, interval=60):
         pass
-
-
-def test_a_live_server_needs_a_terminal() -> None:
-    done = run("serve", "--live")
-    assert done.exit_code == 1
-    assert done.stderr == "kvcache: serve: --live requires a terminal; /metrics has the same figures\n"

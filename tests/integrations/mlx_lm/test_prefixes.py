@@ -36,6 +36,7 @@ from kvcache.prefix.prefix_cache import SessionLimitError
 from kvcache.stores import MemoryStore
 
 from ...rigs import mlx_lm_models as models
+from ..agent_sessions import check_that_what_only_a_closed_one_used_goes_first
 
 FIRST = models.prompt_of(30)
 OPTIONS: dict[str, Any] = {
@@ -428,25 +429,9 @@ def test_an_adapter_is_found_again_by_what_it_is(tmp_path: Path) -> None:
 def test_what_only_a_closed_session_of_an_agent_used_goes_first() -> None:
     prompts = [models.prompt_of(24 + extra)[extra:] for extra in (0, 40, 80)]
     with MLXPrefixCache(models.shared("llama"), capacity=60, max_sequences=1) as cache:
-        for prompt, agent in zip(prompts[:2], ("one", "two"), strict=True):
-            said(cache, prompt, 5, session_id=agent, next_use=5.0)
-        with cache.lock:
-            agents = cache.prefix.agent_sessions
-            assert [each.session_id for each in agents.list()] == ["one", "two"]
-            assert agents.close("two")
-        said(cache, prompts[2], 5)  # which needs room
-        found = []
-        for prompt in prompts[:2]:
-            with cache.begin(prompt) as session:
-                found.append(session.cached)
-                session.close(keep=False)
-        assert found[0] == 23
-        assert found[1] < 16
-        with pytest.raises(InvalidRangeError, match="next_use"):
-            cache.begin(prompts[0], session_id="one", next_use=-1.0)
-        with cache.lock:
-            assert agents.delete("one")
-        assert agents.inspect("one") is None
+        check_that_what_only_a_closed_one_used_goes_first(
+            cache, prompts, lambda prompt, **given: said(cache, prompt, 5, **given)
+        )
 
 
 def test_threads_wait_for_each_other_and_for_a_free_conversation(name: str) -> None:

@@ -23,7 +23,6 @@ from kvcache.integrations.mlx_lm import (
     CachePool,
     adopt,
     install,
-    load_prompt_cache,
     make_prompt_cache,
     rewind,
 )
@@ -87,9 +86,6 @@ POOLS: Table = {
         ),
         "adopt: tokens=3 of a prompt cache that holds 0": lambda p: adopt(
             own_prompt_cache(models.shared("llama")), p, tokens=3
-        ),
-        "load_prompt_cache: /nonexistent cannot be read as what save_": lambda p: load_prompt_cache(
-            "/nonexistent", p
         ),
     },
     NotSupportedError: {

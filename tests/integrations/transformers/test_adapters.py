@@ -24,18 +24,9 @@ from kvcache_engine.errors import RequestError
 from kvcache_engine.requests import GenerationOptions
 
 from ...rigs import hf_models as hf
+from ...rigs.hf_models import OPTIONS, llama, plain
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of what PEFT asks
-OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
-
-
-def plain(made: Any, ids: torch.Tensor) -> torch.Tensor:
-    return made.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **OPTIONS)
-
-
-def llama(layers: int, **changes: Any) -> Any:
-    """One that nobody else has: it may be changed."""
-    return hf.model.__wrapped__("llama", num_hidden_layers=layers, **changes)
 
 
 def lora(**options: Any) -> Any:
@@ -43,9 +34,16 @@ def lora(**options: Any) -> Any:
     return peft.LoraConfig(**given, init_lora_weights=False, **options)
 
 
+def adapted(*names: str) -> Any:
+    """A model with adapters of these names, of which the first is active."""
+    made = peft.get_peft_model(llama(2), lora(), adapter_name=names[0]).eval()
+    for name in names[1:]:
+        made.add_adapter(name, lora())
+    return made
+
+
 def test_prefixes_are_found_for_the_adapters_that_computed_them() -> None:
-    made, ids = peft.get_peft_model(llama(2), lora(), adapter_name="one").eval(), hf.tokens(1, 14)
-    made.add_adapter("two", lora())
+    made, ids = adapted("one", "two"), hf.tokens(1, 14)
     with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix:
         for adapter, reused in [("one", 0), ("two", 0), (None, 0), ("one", 13), ("two", 13), (None, 13)]:
             made.set_adapter(adapter or "one")
@@ -81,8 +79,7 @@ def test_drafts_start_from_a_prefix_of_a_model_that_peft_wraps(drafter: str, mix
 
 def test_what_was_computed_before_adapters_were_merged_or_taken_out_again_is_not_found() -> None:
     """What else has changed the weights between the two cannot be told from it."""
-    made, ids = peft.get_peft_model(llama(2), lora(), adapter_name="one").eval(), hf.tokens(1, 14)
-    made.add_adapter("two", lora())
+    made, ids = adapted("one", "two"), hf.tokens(1, 14)
     keys = made.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
     with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix:
         changes: list[Callable[[], Any]] = [
@@ -100,8 +97,7 @@ def test_what_was_computed_before_adapters_were_merged_or_taken_out_again_is_not
 
 
 def test_no_order_of_changes_to_adapters_finds_what_they_did_not_compute() -> None:
-    made, ids = peft.get_peft_model(llama(2), lora(), adapter_name="one").eval(), hf.tokens(1, 14)
-    made.add_adapter("two", lora())
+    made, ids = adapted("one", "two"), hf.tokens(1, 14)
     keys = made.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
     changes: dict[str, Callable[[], Any]] = {
         "one": lambda: made.set_adapter("one"),
@@ -163,7 +159,7 @@ def test_adapters_that_no_prefix_can_be_shared_with_are_refused(kind: str, why: 
 
 def replaced(made: Any, folder: Path) -> None:
     """Another adapter under the name."""
-    other = peft.get_peft_model(llama(2), lora(), adapter_name="one")
+    other = adapted("one")
     trained(other, folder)
     other.save_pretrained(folder)
     made.delete_adapter("one")
@@ -229,8 +225,7 @@ CHANGES = {
 def test_weights_that_have_changed_find_nothing_that_they_did_not_compute(
     change: str, tmp_path: Path
 ) -> None:
-    made, ids = peft.get_peft_model(llama(2), lora(), adapter_name="one").eval(), hf.tokens(1, 14)
-    made.add_adapter("two", lora())
+    made, ids = adapted("one", "two"), hf.tokens(1, 14)
     with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix:
         assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
         with made.disable_adapter():
@@ -245,14 +240,14 @@ def test_weights_that_have_changed_find_nothing_that_they_did_not_compute(
 
 
 def test_an_adapter_is_found_again_by_what_it_is_in_another_process_too(tmp_path: Path) -> None:
-    made, ids = peft.get_peft_model(llama(2), lora(), adapter_name="one").eval(), hf.tokens(1, 14)
+    made, ids = adapted("one"), hf.tokens(1, 14)
     store = MemoryStore()
     trained(made, tmp_path)
     made.save_pretrained(tmp_path)
     options: dict[str, Any] = {"capacity": 64, "tiers": [store], "identity": {"model": "m"}, "block_size": 4}
     with HFPrefixCache(made, **options) as prefix:
         prefix.generate(ids, salt="a", shared=9, **OPTIONS)
-    made = peft.get_peft_model(llama(2), lora(), adapter_name="new").eval()
+    made = adapted("new")
     made.load_adapter(tmp_path / "one", "again")
     with HFPrefixCache(made, **options) as prefix:
         for name, salt, reused in (("new", "a", 0), ("again", "a", 12), ("again", "b", 9)):
@@ -263,7 +258,7 @@ def test_an_adapter_is_found_again_by_what_it_is_in_another_process_too(tmp_path
 
 
 def test_a_salt_imitates_no_adapter() -> None:
-    made, ids = peft.get_peft_model(llama(2), lora(), adapter_name="one").eval(), hf.tokens(1, 14)
+    made, ids = adapted("one"), hf.tokens(1, 14)
     with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix:
         prefix.generate(ids, **OPTIONS)
         variant = prefix.adapters.variant()
@@ -275,8 +270,7 @@ def test_a_salt_imitates_no_adapter() -> None:
 
 
 def test_what_two_adapters_have_computed_together_is_kept_for_none() -> None:
-    made, ids = peft.get_peft_model(llama(2), lora(), adapter_name="one").eval(), hf.tokens(1, 14)
-    made.add_adapter("two", lora())
+    made, ids = adapted("one", "two"), hf.tokens(1, 14)
     with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix:
         with prefix.begin(ids[0].tolist()) as session:
             made.set_adapter("two")
@@ -289,8 +283,7 @@ def test_what_two_adapters_have_computed_together_is_kept_for_none() -> None:
 
 def test_an_engine_finds_prefixes_for_the_adapters_that_computed_them() -> None:
     """They change while it is idle; under requests they may not, and what these leave is kept for none."""
-    made, ids = peft.get_peft_model(llama(2), lora(), adapter_name="one").eval(), hf.tokens(1, 14)
-    made.add_adapter("two", lora())
+    made, ids = adapted("one", "two"), hf.tokens(1, 14)
     settings, found = GenerationOptions(8, ignore_eos=True), []
     with Engine(TransformersModel(made.base_model.model), None, EngineOptions(capacity=64)) as engine:
         for adapter in ("one", "two", "one", "two"):

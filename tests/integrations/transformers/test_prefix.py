@@ -30,17 +30,8 @@ from kvcache.prefix.prefix_cache import SessionLimitError
 from kvcache.stores import MemoryStore
 
 from ...rigs import hf_models as hf
-
-OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
-
-
-def plain(made: Any, ids: torch.Tensor) -> torch.Tensor:
-    return made.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS)
-
-
-def llama(layers: int, **changes: Any) -> Any:
-    """One that nobody else has: it may be changed."""
-    return hf.model.__wrapped__("llama", num_hidden_layers=layers, **changes)
+from ...rigs.hf_models import OPTIONS, llama, plain
+from ..agent_sessions import check_that_what_only_a_closed_one_used_goes_first
 
 
 @pytest.mark.parametrize("name", ["gemma3", "llama4", "qwen3-next"])
@@ -117,27 +108,11 @@ def test_tenants_find_what_is_their_own() -> None:
 
 
 def test_what_only_a_closed_session_of_an_agent_used_goes_first() -> None:
-    made, prompts = hf.model("llama"), [hf.tokens(1, 24, seed=seed)[0].tolist() for seed in (1, 2, 3)]
-    with HFPrefixCache(made, capacity=68, max_sequences=1) as cache:
-        for prompt, agent in zip(prompts[:2], ("one", "two"), strict=True):
-            cache.generate(torch.tensor([prompt]), session_id=agent, next_use=5.0, **OPTIONS)
-        with cache.lock:
-            agents = cache.prefix.agent_sessions
-            assert [each.session_id for each in agents.list()] == ["one", "two"]
-            assert agents.close("two")
-        cache.generate(torch.tensor([prompts[2]]), **OPTIONS)  # which needs room
-        found = []
-        for prompt in prompts[:2]:
-            with cache.begin(prompt) as session:
-                found.append(session.cached)
-                session.close(keep=False)
-        assert found[0] == 23
-        assert found[1] < 16
-        with pytest.raises(InvalidRangeError, match="next_use"):
-            cache.begin(prompts[0], session_id="one", next_use=-1.0)
-        with cache.lock:
-            assert agents.delete("one")
-        assert agents.inspect("one") is None
+    prompts = [hf.tokens(1, 24, seed=seed)[0].tolist() for seed in (1, 2, 3)]
+    with HFPrefixCache(hf.model("llama"), capacity=68, max_sequences=1) as cache:
+        check_that_what_only_a_closed_one_used_goes_first(
+            cache, prompts, lambda prompt, **given: cache.generate(torch.tensor([prompt]), **given, **OPTIONS)
+        )
 
 
 def test_conversations_side_by_side() -> None:

@@ -24,7 +24,7 @@ from kvcache.integrations.vllm.naming import Pages
 from kvcache.integrations.vllm.options import ConnectorOptions
 from kvcache.integrations.vllm.sides import SchedulerSide
 from kvcache.integrations.vllm.steps import Report
-from kvcache.stores import Keys, SaltedToken, UnknownModelError, identity_of
+from kvcache.stores import UnknownModelError, identity_of
 
 SETTINGS = {"kind": "CausalCache", "dtype": "F32"}
 
@@ -129,12 +129,6 @@ def test_pages_are_named_anew_by_their_size_and_by_a_reset(tmp_path: Path) -> No
     assert len({keys[0] for keys in Pages({"model": "m"}, SETTINGS, 8, 4).keys(request(), 20)}) == 4
     pages.reset()
     assert not {*before} & {*pages.keys(request(), 20)[0]}
-
-
-def test_a_salt_is_that_of_a_prefix_cache() -> None:
-    keys = Pages({"model": "m"}, SETTINGS, 3).keys(request(cache_salt="a"), 20)[0]
-    named = {"given": {"model": "m"}, "salt": "", "cache": SETTINGS}
-    assert keys == Keys(named, 3).chain([SaltedToken("a", 0), *range(1, 20)]).aligned
 
 
 def test_keys_that_are_asked_for_bit_by_bit_are_those_of_the_whole(tmp_path: Path) -> None:
