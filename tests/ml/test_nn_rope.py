@@ -69,6 +69,15 @@ class TestRotation:
         for _ in range(2):  # tables serve any number of layers
             close(nn.apply_rope(ctx, x, cos, sin, spec), expected, 4)
 
+    @pytest.mark.parametrize("where", ["host", "device"])
+    def test_far_positions(self, ctx: ml.Context, where: str) -> None:
+        """Each is odd: no narrower dtype holds them."""
+        x, far = random(ctx, 3), [4097, 65537, 131071]
+        positions: Any = far if where == "host" else ctx.from_numpy(far, DType.I32)
+        got = nn.rope(ctx, x, positions, SPECS["default"]).to_numpy()
+        expected = reference(x.to_numpy(), far, SPECS["default"])
+        np.testing.assert_allclose(got, expected, rtol=0, atol=0.05)  # float32 angles of 131,071 radians
+
     @pytest.mark.parametrize("dtype", list(TOLERANCE))
     def test_rounds_once_to_the_dtype_of_x(self, ctx: ml.Context, dtype: DType) -> None:
         x = random(ctx, dtype=dtype)
