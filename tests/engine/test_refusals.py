@@ -68,6 +68,9 @@ ASKING: dict[str, tuple[Any, dict[str, Any]]] = {
     "salt=7; it must be a string": ([5], {"salt": 7}),
     "shared=3; the prompt has 2 tokens": ([5, 6], {"shared": 3}),
     "retention=3; it must be a Retention": ([5], {"retention": 3}),
+    "session_id=3; it must be a string": ([5], {"session_id": 3}),
+    "next_use=-1; it must be a number of at least 0": ([5], {"next_use": -1}),
+    "next_use=nan; it must be": ([5], {"next_use": math.nan}),
 }  # fmt: skip
 NO_PROMPTS: list[Any] = [
     *([1.7, 2.2], ["5", "6"], ["text"], [None], [True], [[1, 2]], np.array([[1, 2]]), np.array([1.5])),

@@ -23,6 +23,7 @@ from kvcache import (
     InvalidBatchError,
     InvalidRangeError,
     InvalidSequenceError,
+    NotSupportedError,
     OrderError,
     PrefixCache,
     PrefixOptions,
@@ -118,6 +119,17 @@ MAKING: Table = {
         "PrefixCache: the cache has not been initialized; call init first": lambda c: PrefixCache(
             CausalCache()
         ),
+    },
+}
+COMPRESSED: Table = {
+    NotSupportedError: {
+        "remove: [2, 6) of sequence 0: each entry represents 4 tokens; remove the end": lambda c, s: c.remove(
+            0, 2, 6
+        ),
+        "snapshot: from 4: each entry represents 4 tokens": lambda c, s: c.snapshot(0, 4),
+        "merge: of parts: each entry represents 4 tokens": lambda c, s: c.merge(None, s),
+        "join: of 2 parts: each entry represents 4 tokens": lambda c, s: c.join([s, s]),
+        "split: at 4: each entry represents 4 tokens": lambda c, s: c.split(s, 4),
     },
 }
 ATTENTION: Table = {
@@ -432,3 +444,17 @@ def test_a_number_that_is_none_or_too_large_is_refused_and_changes_nothing(
             WHOLE[name](r.cache, number)
     r.check_figures()
     r.check_seen()
+
+
+@refuses(COMPRESSED)
+def test_of_compressed_entries(error: type[Exception], says: str, call: Callable[..., object]) -> None:
+    with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
+        cache = CompressedCache(4)
+        cache.init(backend, DType.F32, 1, 16, 16)
+        cache.start_forward(ctx, Batch(range(10), [0] * 10))
+        put(cache.entries, ctx, 0, (2, 1, 4), (2, 1, 4))
+        snapshot = cache.snapshot(0)
+        check_refused(error, says, call, cache, snapshot)
+        assert cache.entries.offset(0) == 2
+        assert cache.restore(0, snapshot, 9)
+        cache.close()
