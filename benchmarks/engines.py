@@ -49,6 +49,8 @@ from tests.rigs.servers import free_port
 RECORD = "engines.json"
 SEQUENCES, CAPACITY = 32, 512
 """Of every contender that is told."""
+CHUNK = 2048
+"""Prompt tokens of a pass beside mlx_lm.server, whose own default it is."""
 MODEL: dict[str, Any] = {
     "vocab_size": 16000, "hidden_size": 640, "intermediate_size": 1792, "num_attention_heads": 10,
     "num_key_value_heads": 5, "head_dim": 64, "max_position_embeddings": 2048, "tie_word_embeddings": True,
@@ -78,8 +80,9 @@ Run = Callable[[Prompts, int], tuple[Tokens, list[float]]]
 """Answers of so many tokens, and when each had its first, by ``time.process_time``."""
 
 
-def engine_over(model: Any) -> Run:
-    engine = Engine(model, None, EngineOptions(max_sequences=SEQUENCES, capacity=CAPACITY))
+def engine_over(model: Any, chunk: int = 512) -> Run:
+    options = EngineOptions(max_sequences=SEQUENCES, capacity=CAPACITY, prefill_chunk=chunk)
+    engine = Engine(model, None, options)
 
     def run(prompts: Prompts, new: int) -> tuple[Tokens, list[float]]:
         first: dict[int, float] = {}
@@ -99,7 +102,7 @@ def own_on_torch(folder: Path) -> Run:
 
 
 def own_on_mlx(folder: Path) -> Run:
-    return engine_over(load_model(folder, ml.open_backend("mlx"), ml.DType.F32))
+    return engine_over(load_model(folder, ml.open_backend("mlx"), ml.DType.F32), CHUNK)
 
 
 def over_transformers(folder: Path) -> Run:
@@ -111,7 +114,7 @@ def over_transformers(folder: Path) -> Run:
 def over_mlx_lm(folder: Path) -> Run:
     from kvcache.integrations.mlx_lm import MLXModel
 
-    return engine_over(MLXModel.load(folder, ml.open_backend("mlx"), ml.DType.F32))
+    return engine_over(MLXModel.load(folder, ml.open_backend("mlx"), ml.DType.F32), CHUNK)
 
 
 def generate_batch(folder: Path) -> Run:
@@ -186,7 +189,7 @@ SERVERS = {
     "vllm serve": "-m vllm.entrypoints.openai.api_server --model {model} --port {port} --host 127.0.0.1"
     # Blocks as small as its attention on CPUs takes: of 128, the default, clients would share none.
     f" --dtype float32 --max-model-len {CAPACITY} --max-num-seqs {SEQUENCES} --enforce-eager --block-size 32",
-    "kvcache serve, mlx-lm's model": OURS.replace("{}", "mlx-lm"),
+    "kvcache serve, mlx-lm's model": OURS.replace("{}", "mlx-lm") + f" --prefill-chunk {CHUNK}",
     "mlx_lm.server": "-m mlx_lm server --model {model} --port {port} --log-level ERROR"
     f" --decode-concurrency {SEQUENCES} --prompt-concurrency {SEQUENCES}",
 }
