@@ -224,23 +224,6 @@ def test_a_branch_in_a_free_sequence_is_left_alone(talk: Talk, cache: str) -> No
     assert r.begin([3]).seq == 1
 
 
-def test_a_sequence_that_could_not_be_emptied_is_used_again(
-    talk: Talk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    r = talk(max_sequences=1)
-    chat = r.chat([1, 2])
-
-    def fail(*_: Any) -> None:
-        raise InjectedError
-
-    with monkeypatch.context() as broken:
-        broken.setattr(r.cache, "remove", fail)
-        with pytest.raises(InjectedError):
-            chat.session.close()
-    assert r.cache.offset(chat.seq) == 2
-    assert r.begin([7, 8]).seq == chat.seq
-
-
 @pytest.mark.parametrize("call", ["begin", "rewind", "close"])
 @pytest.mark.parametrize("cache", ["causal", "recurrent"])
 def test_a_pass_that_a_call_of_sessions_ended_says_so(talk: Talk, cache: str, call: str) -> None:
