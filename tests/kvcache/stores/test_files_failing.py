@@ -10,7 +10,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from kvcache.stores import (
 from kvcache.stores.lockfile import LOCK, STORE_FORMAT, fcntl
 from kvcache.testing.stores import UNIT, content, fill, present, read
 
+from ...rigs.servers import wait_until
 from .stores_crash import CALLS
 from .stores_rig import entries, names, parts_of, posix, store, where, with_manifest
 
@@ -165,15 +165,6 @@ def test_a_file_in_place_of_the_folder_is_unavailable(where: Path) -> None:
     with pytest.raises(StoreUnavailableError):
         FileStore(where / "below")
     assert where.read_text() == "mine"
-
-
-@pytest.mark.parametrize(("digest", "package"), [("xxh3_128", "xxhash"), ("blake3", "blake3")])
-def test_what_a_digest_needs_is_named_with_what_installs_it(
-    where: Path, digest: str, package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(StoreUnavailableError, match=rf"FileStore: .* {package} .*'ml-kvcache\[disk\]'"):
-        FileStore(where, digest=digest)
 
 
 def test_neither_kvcache_nor_its_stores_import_xxhash() -> None:
@@ -338,13 +329,6 @@ def test_a_folder_in_place_of_an_entrys_file_is_a_miss_where_nothing_may_be_chan
     assert store.usage().dropped <= 2
 
 
-def until(reached: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not reached():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 def test_closing_waits_for_the_call_under_way(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FileStore(where, durable=False)
     writing, go_on = threading.Event(), threading.Event()
@@ -362,7 +346,7 @@ def test_closing_waits_for_the_call_under_way(where: Path, monkeypatch: pytest.M
     assert writing.wait(60)
     closing = threading.Thread(target=store.close)
     closing.start()
-    until(lambda: store._in_flight._closed)
+    wait_until(lambda: store._in_flight._closed)
     with pytest.raises(StoreClosedError):
         store.stat(["a"])
     assert closing.is_alive()
