@@ -153,24 +153,21 @@ def _put(cache: Any, ctx: ml.Context, kind: str, positions: list[int], sequences
     return [int(number) for number in cache.get(ctx)[0].to_numpy().ravel()]
 
 
-def test_amounts_of_a_prefix_cache_may_be_zero_or_texts(numpy_backend: ml.Backend) -> None:
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (PrefixOptions(backlog="32KiB", in_flight="1 MiB", read_ahead="1.5KB"), {}),
+        (PrefixOptions(backlog=1, read_ahead=0), {"backlog": "32KiB"}),
+    ],
+    ids=["texts", "named, beside those that they replace"],
+)
+def test_amounts_of_a_prefix_cache_may_be_texts_or_zero_and_options_be_named(
+    numpy_backend: ml.Backend, options: PrefixOptions, named: dict[str, Any]
+) -> None:
     cache = CausalCache()
     cache.init(numpy_backend, ml.DType.F32, 2, 8, 8)
     PrefixCache(cache, budget=0, tiers=[HostTier(0)]).close()
-    options = PrefixOptions(backlog="32KiB", in_flight="1 MiB", read_ahead="1.5KB")
     stored: dict[str, Any] = {"tiers": [MemoryStore()], "identity": {"model": "m"}}
-    with PrefixCache(cache, budget="2KiB", options=options, **stored) as prefix:
+    with PrefixCache(cache, budget="2KiB", options=options, **named, **stored) as prefix:
         assert prefix.tree.store is not None
         assert prefix.tree.store.writes.backlog == 32 << 10
-
-
-def test_options_of_a_prefix_cache_may_be_named(numpy_backend: ml.Backend) -> None:
-    """Beside those of ``options``, which they replace."""
-    cache = CausalCache()
-    cache.init(numpy_backend, ml.DType.F32, 2, 8, 8)
-    stored: dict[str, Any] = {"tiers": [MemoryStore()], "identity": {"model": "m"}}
-    options = PrefixOptions(backlog=1, read_ahead=0)
-    with PrefixCache(cache, options=options, backlog="32KiB", **stored) as prefix:
-        assert prefix.tree.store is not None
-        assert prefix.tree.store.writes.backlog == 32 << 10
-    assert options.backlog == 1

@@ -83,6 +83,8 @@ def test_items_get_numbers_that_are_no_ids() -> None:
         [1.0],
         ["a"],
         [None],
+        [[1]],
+        np.zeros(2),
         np.array([-1]),
         np.array([2**63], np.uint64),
         b"12",

@@ -6,7 +6,6 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import ml
@@ -153,17 +152,6 @@ def test_a_snapshot_may_have_to_leave_while_it_is_put_to_use(talk: Talk) -> None
     r.chat([50, 51, 52, 53])
     assert r.peek([*LONG[:8], 9]) == 8
     r.check_books()
-
-
-@pytest.mark.parametrize("tokens", [[], [-1], [1, "a"], [1.5], [None], [2**63], np.zeros(2), [[1]]], ids=repr)
-def test_what_is_no_prompt_is_refused(talk: Talk, tokens: Any) -> None:
-    r = talk()
-    chat = r.chat([1, 2, 3])
-    for use in (r.prefix.begin, *((chat.session.extend,) if len(tokens) else ())):
-        with pytest.raises((ValueError, TypeError)):
-            use(tokens)
-    assert r.prefix.stats.sessions == 1
-    chat.say([4])
 
 
 # What goes first. Edges are parted at multiples of 16 tokens.
