@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -170,9 +171,7 @@ def test_a_step_that_only_adds_a_token_each_goes_on_with_the_segments_of_the_ste
         driven.extend({0: 1, 1: 1})
         driven.attend()
 
-    def refused(*_: object) -> list[Segment]:
-        raise AssertionError("found anew")
-
+    refused = Mock(side_effect=AssertionError("found anew"))
     with monkeypatch.context() as patched:
         patched.setattr("kvcache.attention.segments.find_segments", refused)
         for step in range(3):

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -282,11 +283,7 @@ def test_a_subscriber_that_fails_loses_a_batch_and_nothing_else(
     talk: Talk, caplog: pytest.LogCaptureFixture
 ) -> None:
     r = talk()
-
-    def fail(batch: EventBatch) -> None:
-        raise OSError("no")
-
-    r.prefix.publish_events(fail)
+    r.prefix.publish_events(Mock(side_effect=OSError("no")))
     r.keep(LONG)
     assert "was not published" in caplog.text
     assert r.keep(LONG) == len(LONG) - 1

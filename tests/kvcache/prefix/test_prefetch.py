@@ -136,13 +136,11 @@ def test_what_is_read_ahead_never_takes_more_than_its_room(talk: Talk, cache: st
 def test_who_finds_no_room_waits_for_what_others_hold_and_those_behind_for_their_turn(talk: Talk) -> None:
     lines = [list(range(first, first + 20)) for first in (100, 200, 300)]
     r, store = gated(talk, *lines)
-    prefetch = ahead(r, [*lines[0], 9])
-    prefetch.wait()
+    prefetch = read(r, [*lines[0], 9])
     limit = held(r.prefix)
     prefetch.release()
     r = talk(tiers=[store], read_ahead=limit)
-    first = ahead(r, [*lines[0], 9])
-    first.wait()
+    first = read(r, [*lines[0], 9])
     second, third, unknown = (ahead(r, [*line, 9]) for line in (lines[1], lines[2], [7] * 9))
     unknown.wait()
     assert not second.done, "a look-up waits for nobody's pages"
@@ -309,8 +307,7 @@ def test_of_a_folder_the_system_reads_what_is_asked_for_next(
 
         stored(talk, cache=cache, store=store)
         monkeypatch.setattr(os, "posix_fadvise", noted)
-        prefetch = ahead(r, PROMPT)
-        prefetch.wait()
+        prefetch = read(r, PROMPT)
         assert {name for name, _ in advised} == {THREAD}
         assert {inode for _, inode in advised} <= {path.stat().st_ino for path in tmp_path.rglob("*")}
         assert len(advised) == (5 if r.prefix.tree.divisible else 1), "all blocks, or the last entry"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -153,18 +154,13 @@ def test_what_a_device_has_no_memory_for_goes(
     talk: Talk, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     r = talk(cache, 1 << 20, max_sequences=2, capacity=200, max_batch=8)
-    asked = []
-
-    def refuse(self: AttentionSnapshot) -> None:
-        asked.append(self)
-        raise MemoryError
-
+    detach = Mock(side_effect=MemoryError)
     with monkeypatch.context() as patched:
-        patched.setattr(AttentionSnapshot, "detach", refuse)
+        patched.setattr(AttentionSnapshot, "detach", detach)
         for i in range(6):
             r.keep(line(100 * i, 20), 8)
             r.check_books()
-    assert asked
+    assert detach.called
     assert r.prefix.longest([*line(500, 20), 1]) == 20
     assert r.prefix.longest([*line(0, 20), 1]) == 0
 

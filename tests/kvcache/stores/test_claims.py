@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -120,10 +121,7 @@ def test_with_a_secret_nothing_is_parsed_before_all_of_it_was_verified(
     data, manifest = parts_of(file_of(keyed, "a"))
     data[-1] ^= 1
     file_of(keyed, "a").write_bytes(data + manifest)
-
-    def parse(*args: Any) -> Any:
-        raise AssertionError("it was parsed")
-
+    parse = Mock(side_effect=AssertionError("it was parsed"))
     monkeypatch.setattr(serialized_snapshot, "_outline", parse)
     monkeypatch.setattr(serialized_snapshot, "_header_length", parse)
     with pytest.raises(SnapshotCorruptError):
@@ -248,15 +246,10 @@ def test_memory_never_has_more_than_its_budget(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_copy_that_fails_gives_its_room_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, joined = MemoryStore(UNIT), memory_module._joined
-
-    def fail(views: Any, nbytes: int) -> Any:
-        raise MemoryError
-
-    monkeypatch.setattr(memory_module, "_joined", fail)
-    with pytest.raises(MemoryError):
+    store = MemoryStore(UNIT)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(memory_module, "_joined", Mock(side_effect=MemoryError))
         store.put("a", [content("a")])
-    monkeypatch.setattr(memory_module, "_joined", joined)
     assert store.put("a", [content("a")])
     assert store.usage().nbytes == UNIT
 
