@@ -7,7 +7,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,8 @@ from ml.errors import BoundsError, ShapeError
 from ml.ragged import RaggedPlan
 from ml.testing.quantized import decoded, encoded
 from ml.testing.ragged import ragged_reference, random_plan
+
+from ..rigs.memory import peak_memory
 
 pytest.importorskip("numba")
 kernels = importlib.import_module("backends.cpu_kernels")
@@ -258,13 +259,9 @@ def test_a_step_takes_no_more_memory_than_a_block(numpy_backend: ml.Backend) -> 
         cache.put(ctx, new, new)
     query = ctx.from_numpy(np.ones((1, 8, 64), np.float32))
     cache.attend(ctx, query, 0.1)
-    tracemalloc.start()
-    try:
+    with peak_memory() as most:
         cache.attend(ctx, query, 0.1)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 2 * 8192 * 4 * 64 * 4 / 16
+        assert most() < 2 * 8192 * 4 * 64 * 4 / 16
 
 
 ATTENDING = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,6 +32,8 @@ from kvcache_engine.requests import Finished, GenerationOptions, Prefilled, Star
 from kvcache_engine.sampling import Sampler
 from kvcache_engine.scheduler import Part
 from kvcache_engine.tokenizer import Tokenizer
+
+from ..rigs.threads import switching_often
 
 Make = Callable[..., Path]
 
@@ -588,16 +589,6 @@ def test_a_model_from_no_files_has_to_be_named(small: Any) -> None:
 
 
 # Threads.
-
-
-@contextlib.contextmanager
-def switching_often() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 def test_threads_may_call_an_engine_at_the_same_time(model: Any) -> None:

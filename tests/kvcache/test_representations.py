@@ -24,7 +24,7 @@ from kvcache import (
     WrapperCache,
 )
 from kvcache.storage.sizes import bytes_text
-from kvcache.stores import FileStore, MemoryStore, StoreValueError, open_store
+from kvcache.stores import MemoryStore, StoreValueError, open_store
 from kvcache.stores.sizes import parse_bytes
 
 CACHES = {
@@ -154,14 +154,12 @@ def test_completion_offers_what_an_integration_has(name: str) -> None:
     assert not [each for each in dir(module) if isinstance(getattr(module, each), types.ModuleType)]
 
 
-def test_stores_say_where_they_are(tmp_path: Path) -> None:
+def test_a_store_in_memory_says_what_it_has() -> None:
     store = MemoryStore(1000)
     store.put("a", [b"12345"])
     assert repr(store) == "<MemoryStore: 1 entries, 5 of 1,000 bytes>"
     store.close()
     assert repr(store) == "<MemoryStore, closed>"
-    with FileStore(tmp_path, budget=2000) as folder:
-        assert repr(folder) == f"<FileStore at {str(tmp_path)!r}, at most 2,000 bytes>"
 
 
 def test_the_package_knows_its_version() -> None:

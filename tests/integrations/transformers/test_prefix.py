@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest.mock import Mock
@@ -31,6 +30,7 @@ from kvcache.stores import MemoryStore
 
 from ...rigs import hf_models as hf
 from ...rigs.hf_models import OPTIONS, llama, plain
+from ...rigs.threads import switching_often
 from ..agent_sessions import check_that_what_only_a_closed_one_used_goes_first
 
 
@@ -239,7 +239,6 @@ def test_threads_wait_for_each_other() -> None:
     for prompt in prompts[1:]:
         prompt[:, :12] = prompts[0][:, :12]
     right = [plain(made, prompt) for prompt in prompts]
-    before = sys.getswitchinterval()
 
     def work(i: int, prefix: HFPrefixCache) -> list[bool]:
         found = []
@@ -254,13 +253,13 @@ def test_threads_wait_for_each_other() -> None:
             found.append(torch.equal(out, right[i]))
         return found
 
-    sys.setswitchinterval(1e-5)
-    try:
-        with HFPrefixCache(made, max_sequences=3, capacity=128) as prefix, ThreadPoolExecutor(3) as pool:
-            answers = list(pool.map(work, range(3), [prefix] * 3))
-            assert not prefix.prefix.sessions
-    finally:
-        sys.setswitchinterval(before)
+    with (
+        switching_often(),
+        HFPrefixCache(made, max_sequences=3, capacity=128) as prefix,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        answers = list(pool.map(work, range(3), [prefix] * 3))
+        assert not prefix.prefix.sessions
     assert answers == [[True] * 4] * 3
 
 

@@ -11,32 +11,9 @@ import pytest
 
 import kvcache
 import ml
-from kvcache import NotSupportedError
 from kvcache.testing.models.attention import Setup
 from kvcache.testing.rigs.snapshots import CopyRig
 from kvcache_engine import bundled_model, load_model
-
-from ...rigs.each_backend import each_backend
-
-backend = each_backend("numpy", "torch", "mlx")
-
-
-def test_a_wrapper_evicts_in_all_caches_and_refuses_where_one_has_states() -> None:
-    with ml.open_backend("numpy") as backend, backend.new_context() as ctx:
-        whole = kvcache.WrapperCache(kvcache.CausalCache(), kvcache.SlidingWindowCache(2))
-        whole.init(backend, ml.DType.F32, 1, 16, 16)
-        whole.start_forward(ctx, kvcache.Batch(range(5), [0] * 5))
-        for wrong in ([4], [-1]):
-            with pytest.raises(kvcache.InvalidRangeError, match="evict"):
-                whole.evict(0, wrong)
-        whole.evict(0, iter([1, 3]))
-        assert [cache.positions(0).tolist() for cache in whole.caches] == [[0, 2, 4]] * 2
-        with pytest.raises(NotSupportedError, match=r"position 3 .* end it at 3"):
-            whole.snapshot(0, 0, 4)
-        mixed = kvcache.WrapperCache(kvcache.CausalCache(), kvcache.RecurrentCache((1, 1), (1,)))
-        mixed.init(backend, ml.DType.F32, 1, 16, 16)
-        with pytest.raises(NotSupportedError, match="StateCache"):
-            mixed.evict(0, [])
 
 
 @pytest.mark.parametrize("gone", [[0], [1], [0, 1]], ids=str)

@@ -36,31 +36,28 @@ KINDS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.fixture(name="numpy")
-def _numpy() -> ml.Backend:
-    return ml.open_backend("numpy")
-
-
 @pytest.mark.parametrize(
     "dtype", ["Q9_0", "F32/F32/F32", np.float32, None, ml.DType.I32, ("F32", ml.DType.BOOL), ()], ids=repr
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_init_refuses_what_keys_and_values_cannot_be(numpy: ml.Backend, kind: str, dtype: Any) -> None:
+def test_init_refuses_what_keys_and_values_cannot_be(
+    numpy_backend: ml.Backend, kind: str, dtype: Any
+) -> None:
     cache = KINDS[kind]()
     with pytest.raises(ml.DTypeError, match=r"init: dtype=.*F32, F16, BF16, Q8_0, Q4_0"):
-        cache.init(numpy, dtype, 2, 8, 4)
-    with numpy.new_context() as ctx, pytest.raises(OrderError):
+        cache.init(numpy_backend, dtype, 2, 8, 4)
+    with numpy_backend.new_context() as ctx, pytest.raises(OrderError):
         cache.start_forward(ctx, Batch([0], [0]))
-    cache.init(numpy, ml.DType.F32, 2, 8, 4)
+    cache.init(numpy_backend, ml.DType.F32, 2, 8, 4)
 
 
 @pytest.mark.parametrize("number", [1.5, "1", None, -1], ids=repr)
 @pytest.mark.parametrize("kind", KINDS)
 def test_positions_are_whole_numbers_and_a_refusal_changes_nothing(
-    numpy: ml.Backend, kind: str, number: Any
+    numpy_backend: ml.Backend, kind: str, number: Any
 ) -> None:
     cache = KINDS[kind]()
-    cache.init(numpy, ml.DType.F32, 2, 8, 4)
+    cache.init(numpy_backend, ml.DType.F32, 2, 8, 4)
     calls: list[Callable[[], object]] = [
         lambda: cache.remove(0, number),
         lambda: cache.copy_prefix(0, 1, number),
@@ -77,10 +74,10 @@ def test_positions_are_whole_numbers_and_a_refusal_changes_nothing(
 
 
 @pytest.mark.parametrize("items", [5, [3], [None]], ids=repr)
-def test_items_of_a_batch_come_in_pairs(numpy: ml.Backend, items: Any) -> None:
+def test_items_of_a_batch_come_in_pairs(numpy_backend: ml.Backend, items: Any) -> None:
     cache = EncoderCache()
-    cache.init(numpy, ml.DType.F32, 2, 8, 4)
-    with numpy.new_context() as ctx, pytest.raises(InvalidBatchError, match="pairs of"):
+    cache.init(numpy_backend, ml.DType.F32, 2, 8, 4)
+    with numpy_backend.new_context() as ctx, pytest.raises(InvalidBatchError, match="pairs of"):
         cache.start_forward(ctx, Batch([0], [0], multimodal=items))
 
 
@@ -96,14 +93,14 @@ def _turned(ctx: ml.Context, layer: int, key: ml.Tensor, offsets: ml.Tensor) -> 
 
 @pytest.mark.parametrize(("dtype", "times"), [("Q4_0", 9), ("F16", 0), ("Q4_0/F16", 9), ("F16/Q4_0", 0)])
 def test_codes_that_were_moved_too_often_are_told_once(
-    numpy: ml.Backend, caplog: pytest.LogCaptureFixture, dtype: str, times: int
+    numpy_backend: ml.Backend, caplog: pytest.LogCaptureFixture, dtype: str, times: int
 ) -> None:
     """Each move decodes keys and rounds them again; only those of the same tokens count."""
     cache, kv = CausalCache(_turned), np.random.default_rng(1).standard_normal((20, 1, 32), np.float32)
-    cache.init(numpy, dtype, max_sequences=2, capacity=20, max_batch=20)
+    cache.init(numpy_backend, dtype, max_sequences=2, capacity=20, max_batch=20)
 
     def fill(count: int, begin: int = 0) -> None:
-        with numpy.new_context() as ctx:
+        with numpy_backend.new_context() as ctx:
             cache.start_forward(ctx, Batch([*range(begin, begin + count)], [0] * count))
             cache.set_layer(0)
             cache.put(ctx, ctx.from_numpy(kv[:count]), ctx.from_numpy(kv[:count]))
@@ -128,11 +125,13 @@ def test_codes_that_were_moved_too_often_are_told_once(
 
 
 @pytest.mark.parametrize("kind", ["wrapper", "recurrent"])
-def test_defrag_of_a_composed_cache_lets_every_sequence_lie_in_one_run(numpy: ml.Backend, kind: str) -> None:
+def test_defrag_of_a_composed_cache_lets_every_sequence_lie_in_one_run(
+    numpy_backend: ml.Backend, kind: str
+) -> None:
     cache = KINDS[kind]()
     cache.set_config(ml.CacheConfig(elide_mask=True))
-    cache.init(numpy, ml.DType.F32, max_sequences=2, capacity=4, max_batch=4)
-    with numpy.new_context() as ctx:
+    cache.init(numpy_backend, ml.DType.F32, max_sequences=2, capacity=4, max_batch=4)
+    with numpy_backend.new_context() as ctx:
         _put(cache, ctx, kind, [0, 1, 2], [0] * 3)
         _put(cache, ctx, kind, [0, 1], [1] * 2)
         assert _put(cache, ctx, kind, [3, 4, 5], [0] * 3) != [0, 1, 2, 3, 4, 5]
@@ -154,24 +153,21 @@ def _put(cache: Any, ctx: ml.Context, kind: str, positions: list[int], sequences
     return [int(number) for number in cache.get(ctx)[0].to_numpy().ravel()]
 
 
-def test_amounts_of_a_prefix_cache_may_be_zero_or_texts(numpy: ml.Backend) -> None:
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (PrefixOptions(backlog="32KiB", in_flight="1 MiB", read_ahead="1.5KB"), {}),
+        (PrefixOptions(backlog=1, read_ahead=0), {"backlog": "32KiB"}),
+    ],
+    ids=["texts", "named, beside those that they replace"],
+)
+def test_amounts_of_a_prefix_cache_may_be_texts_or_zero_and_options_be_named(
+    numpy_backend: ml.Backend, options: PrefixOptions, named: dict[str, Any]
+) -> None:
     cache = CausalCache()
-    cache.init(numpy, ml.DType.F32, 2, 8, 8)
+    cache.init(numpy_backend, ml.DType.F32, 2, 8, 8)
     PrefixCache(cache, budget=0, tiers=[HostTier(0)]).close()
-    options = PrefixOptions(backlog="32KiB", in_flight="1 MiB", read_ahead="1.5KB")
     stored: dict[str, Any] = {"tiers": [MemoryStore()], "identity": {"model": "m"}}
-    with PrefixCache(cache, budget="2KiB", options=options, **stored) as prefix:
+    with PrefixCache(cache, budget="2KiB", options=options, **named, **stored) as prefix:
         assert prefix.tree.store is not None
         assert prefix.tree.store.writes.backlog == 32 << 10
-
-
-def test_options_of_a_prefix_cache_may_be_named(numpy: ml.Backend) -> None:
-    """Beside those of ``options``, which they replace."""
-    cache = CausalCache()
-    cache.init(numpy, ml.DType.F32, 2, 8, 8)
-    stored: dict[str, Any] = {"tiers": [MemoryStore()], "identity": {"model": "m"}}
-    options = PrefixOptions(backlog=1, read_ahead=0)
-    with PrefixCache(cache, options=options, backlog="32KiB", **stored) as prefix:
-        assert prefix.tree.store is not None
-        assert prefix.tree.store.writes.backlog == 32 << 10
-    assert options.backlog == 1

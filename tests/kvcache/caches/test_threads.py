@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,7 +26,10 @@ from kvcache import (
 from kvcache.caches import branches
 from ml import DType
 
+from ...rigs.threads import at_once, other
 from .small_passes import SUM, bound, evaluate
+
+__all__ = ["other"]
 
 KINDS: dict[str, Callable[[], Any]] = {
     "causal": CausalCache,
@@ -62,13 +63,6 @@ def _finish(cache: Any, ctx: ml.Context, layers: int = 2) -> None:
             _attend(cache, ctx)
             if isinstance(cache, RecurrentCache):
                 cache.update_state(ctx, "sum", ctx.zeros((1, 1), DType.F32))
-
-
-@pytest.fixture
-def other() -> Iterator[Callable[[Callable[[], Any]], Any]]:
-    """Makes a call in another thread, which goes on living, and gives or raises what it does."""
-    with ThreadPoolExecutor(1) as pool:
-        yield lambda call: pool.submit(call).result(timeout=60)
 
 
 IN_A_PASS: dict[str, Call] = {
@@ -224,7 +218,6 @@ def test_threads_that_use_one_cache_get_what_is_right_or_an_error(backend: ml.Ba
     """Each has a sequence of its own, whose tokens are all its number."""
     cache: Any = bound(KINDS[kind](), backend, 3, 64, 4)
     wrong: list[float] = []
-    before = sys.getswitchinterval()
 
     def work(seq: int) -> None:
         ctx, position = backend.new_context(), 0
@@ -236,15 +229,7 @@ def test_threads_that_use_one_cache_get_what_is_right_or_an_error(backend: ml.Ba
                 wrong.extend(_evaluated(cache, ctx, seq, at))
                 position = (at + 1) % 8
 
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=work, args=(seq,)) for seq in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(before)
+    at_once(work, range(3))
     assert not wrong
     ctx = backend.new_context()
     for seq in range(3):
@@ -297,10 +282,7 @@ def test_one_thread_at_a_time_is_in_a_call(backend: ml.Backend, ctx: ml.Context,
 # A layer that is put again.
 
 
-AGAIN: dict[str, Call] = {
-    "get": lambda cache, ctx: cache.get(ctx),
-    "attend": _attend,
-}
+AGAIN = {name: IN_A_PASS[name] for name in ("get", "attend")}
 
 
 @pytest.mark.parametrize("read", AGAIN)

@@ -12,13 +12,24 @@ import numpy as np
 import pytest
 
 import ml
-from kvcache import AgentSession, HostTier, InvalidRangeError, Retention, Tenant, TokenRange
+from kvcache import AgentSession, HostTier, InvalidRangeError, Retention, Tenant
 from kvcache.prefix import agent_sessions
 from kvcache.prefix.radix_tree import Node
 from kvcache.prefix.tree_entry import TreeEntry
 from kvcache.stores import FileStore, MemoryStore
 
-from .rigs.conversing import DIVISIBLE, SOME, Chat, ConversationSetup, Rig, Talk, longest, room, some_caches
+from .rigs.conversing import (
+    DIVISIBLE,
+    SOME,
+    Chat,
+    ConversationSetup,
+    Rig,
+    Talk,
+    asked,
+    longest,
+    room,
+    some_caches,
+)
 from .rigs.stores import FlakyStore
 
 SYSTEM = list(range(10, 18))
@@ -257,10 +268,6 @@ def check_inspected(r: Rig, books: Books, agent: Agent, each: AgentSession, runn
 # One by one.
 
 
-def asked(priority: int, duration: float | None = None) -> Retention:
-    return Retention([TokenRange(0, None, priority, duration)])
-
-
 @some_caches
 def test_what_only_a_closed_session_used_goes_first_and_what_others_use_stays(talk: Talk, cache: str) -> None:
     r = talk(cache)
@@ -270,16 +277,6 @@ def test_what_only_a_closed_session_used_goes_first_and_what_others_use_stays(ta
     r.prefix.evict(1)
     assert longest(r, [*SYSTEM, *ONE]) == [20]
     assert longest(r, [*SYSTEM, *TWO])[0] < 20
-
-
-def test_a_request_opens_its_session_again(talk: Talk) -> None:
-    r = talk()
-    r.keep(ONE, session_id="one", retention=asked(90))
-    r.keep(TWO)
-    r.prefix.agent_sessions.close("one")
-    r.keep([*ONE, 1], session_id="one")
-    room(r, 13)
-    assert longest(r, ONE, TWO) == [12, 0]
 
 
 def test_a_session_is_pinned_by_a_retention_and_released_by_another(talk: Talk) -> None:

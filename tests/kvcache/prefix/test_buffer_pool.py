@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-import sys
-import threading
 
 import numpy as np
 import pytest
 
 from kvcache.prefix import tiers
 from kvcache.prefix.tiers import Lender, Loan
+
+from ...rigs.threads import at_once
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -72,14 +72,5 @@ def test_loans_of_several_threads() -> None:
                 wrong.append(mark)
             loan.give_back()
 
-    switch = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        threads = [threading.Thread(target=run, args=(mark,)) for mark in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(switch)
+    at_once(run, range(4))
     assert not wrong

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ import ml
 from kvcache import Batch, HostTier, PrefixCache, PrefixOptions
 from kvcache.stores import FileStore
 from kvcache.stores.buffers import Buffer
+
+from ...rigs.memory import peak_memory
 
 KIB, MIB = 1 << 10, 1 << 20
 DIM = 2048
@@ -89,8 +90,7 @@ def test_random_traffic_stays_within_the_sum_of_the_limits(kind: str, tmp_path: 
         ):
             with prefix.begin(histories[0]) as session:  # the cells are there then
                 evaluate(cache, kind, backend, session)
-            tracemalloc.start()
-            try:
+            with peak_memory() as most:
                 for turn in range(60):
                     history = histories[min(int(rnd.expovariate(0.15)), 23)]
                     if len(history) > 200 or rnd.random() < 0.1:
@@ -106,9 +106,7 @@ def test_random_traffic_stays_within_the_sum_of_the_limits(kind: str, tmp_path: 
                     assert nbytes["host"] <= HOST
                     assert nbytes["writing"] <= BACKLOG + PAGE
                     assert nbytes["ahead"] <= AHEAD
-                peak = tracemalloc.get_traced_memory()[1]
-            finally:
-                tracemalloc.stop()
+                peak = most()
             limits = prefix.limits
     assert largest > HOST // 2
     assert FOLDER // 2 < store.most <= FOLDER + FOLDER // 100
@@ -124,10 +122,6 @@ def test_a_flush_holds_no_more_than_the_backlog(tmp_path: Path) -> None:
             for i in range(count):
                 with prefix.begin([i << 20, *range(1, 32)]) as session:
                     evaluate(cache, "full", backend, session)
-            tracemalloc.start()
-            try:
+            with peak_memory() as most:
                 prefix.flush()
-                peak = tracemalloc.get_traced_memory()[1]
-            finally:
-                tracemalloc.stop()
-    assert peak <= 4 * size
+                assert most() <= 4 * size

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -98,6 +99,33 @@ def known(r: Rig) -> Router:
     return router
 
 
+Asked = list[tuple[list[int], dict[str, Any]]]
+"""Prompts, and whose they are."""
+
+
+def changes(r: Rig, rnd: random.Random, steps: int, most: int) -> Iterator[Asked]:
+    """Conversations of up to ``most`` tokens of their own, and evictions; after each step: what was asked."""
+    chats: list[Any] = []
+    asked: Asked = []
+    for step in range(steps):
+        roll = rnd.random()
+        if roll < 0.5 and len(chats) < 3:
+            first = rnd.choice(([1, 2, 3, 4, 5, 6], [1, 2, 3, 9]))
+            tokens = first + rnd.choices((6, 7), k=rnd.randint(1, most))
+            asked.append((tokens, {"salt": rnd.choice(SALTS), "shared": rnd.choice((0, 3))}))
+            chats.append(r.chat(tokens, **asked[-1][1]))
+        elif roll < 0.85 and chats:
+            chats.pop(rnd.randrange(len(chats))).close(keep=rnd.random() < 0.9)
+        elif roll < 0.92:
+            r.prefix.evict(rnd.choice((None, 500)))
+        elif roll < 0.97:
+            r.prefix.flush()
+        elif step % 5 == 0:
+            r.prefix.clear()
+        r.prefix.flush() if rnd.random() < 0.1 else r.prefix.tree.settle()
+        yield asked
+
+
 TIERS = ("none", "host", "store", "both")
 
 
@@ -110,24 +138,8 @@ def test_a_router_that_follows_events_knows_every_tier(talk: Talk, cache: str, t
     places = {"none": [], "host": [HostTier(3000)], "store": [store], "both": [HostTier(3000), store]}
     r, rnd = talk(cache, 6000, places[tiers]), random.Random(cache + tiers)
     router = known(r)
-    chats: list[Any] = []
-    asked: list[tuple[list[int], dict[str, Any]]] = []
     moved: set[str] = set()
-    for step in range(60):
-        roll = rnd.random()
-        if roll < 0.5 and len(chats) < 3:
-            tokens = rnd.choice(([1, 2, 3, 4, 5, 6], [1, 2, 3, 9])) + rnd.choices((6, 7), k=rnd.randint(1, 9))
-            asked.append((tokens, {"salt": rnd.choice(SALTS), "shared": rnd.choice((0, 3))}))
-            chats.append(r.chat(tokens, **asked[-1][1]))
-        elif roll < 0.85 and chats:
-            chats.pop(rnd.randrange(len(chats))).close(keep=rnd.random() < 0.9)
-        elif roll < 0.92:
-            r.prefix.evict(rnd.choice((None, 500)))
-        elif roll < 0.97:
-            r.prefix.flush()
-        elif step % 5 == 0:
-            r.prefix.clear()
-        r.prefix.flush() if rnd.random() < 0.1 else r.prefix.tree.settle()
+    for asked in changes(r, rnd, 60, most=9):
         truth = held(r.prefix.tree)
         assert {name: router.media[name] for name in ("GPU", "CPU")} == {
             name: truth[name] for name in ("GPU", "CPU")
@@ -271,11 +283,7 @@ def test_a_subscriber_that_fails_loses_a_batch_and_nothing_else(
     talk: Talk, caplog: pytest.LogCaptureFixture
 ) -> None:
     r = talk()
-
-    def fail(batch: EventBatch) -> None:
-        raise OSError("no")
-
-    r.prefix.publish_events(fail)
+    r.prefix.publish_events(Mock(side_effect=OSError("no")))
     r.keep(LONG)
     assert "was not published" in caplog.text
     assert r.keep(LONG) == len(LONG) - 1
@@ -350,25 +358,8 @@ def test_of_windows_and_states_a_router_knows_where_they_resume(talk: Talk, cach
     places = {"host": [HostTier(3000)], "both": [HostTier(3000), store]}
     r, rnd, router = talk(cache, 6000, places[tiers]), random.Random(cache + tiers), HybridRouter()
     r.prefix.publish_events(router)
-    chats: list[Any] = []
-    asked: list[tuple[list[int], dict[str, Any]]] = []
     hits = 0
-    for step in range(50):
-        roll = rnd.random()
-        if roll < 0.5 and len(chats) < 3:
-            first = rnd.choice(([1, 2, 3, 4, 5, 6], [1, 2, 3, 9]))
-            tokens = first + rnd.choices((6, 7), k=rnd.randint(1, 19))
-            asked.append((tokens, {"salt": rnd.choice(SALTS), "shared": rnd.choice((0, 3))}))
-            chats.append(r.chat(tokens, **asked[-1][1]))
-        elif roll < 0.85 and chats:
-            chats.pop(rnd.randrange(len(chats))).close(keep=rnd.random() < 0.9)
-        elif roll < 0.92:
-            r.prefix.evict(rnd.choice((None, 500)))
-        elif roll < 0.97:
-            r.prefix.flush()
-        elif step % 5 == 0:
-            r.prefix.clear()
-        r.prefix.flush() if rnd.random() < 0.1 else r.prefix.tree.settle()
+    for asked in changes(r, rnd, 50, most=19):
         truth = held_by_groups(r)
         for (group, medium), keys in truth.items():
             known = router.blocks[group, medium]

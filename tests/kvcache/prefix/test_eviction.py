@@ -12,7 +12,7 @@ from kvcache import HostTier
 from kvcache.prefix.eviction_queue import EvictionQueue, TenantQueue
 from kvcache.stores import MemoryStore
 
-from .rigs.conversing import SOME, ConversationSetup, Talk, longest, room
+from .rigs.conversing import SOME, ConversationSetup, Talk
 
 TOKEN = ConversationSetup().token_bytes
 
@@ -95,15 +95,6 @@ def test_touching_without_end_takes_no_more_memory_than_the_entries() -> None:
         held.touch(entries[clock % 10])
     assert len(held._heap) <= 64 + 4 * 10 + 1
     assert held.first() is entries[0]
-
-
-def test_the_least_recently_used_goes_however_often_it_was_used(talk: Talk) -> None:
-    r = talk(options={"block_size": 4, "interval": 8})
-    one, two = [*range(100, 120)], [*range(200, 220)]
-    for prompt in (one, one, one, two):
-        r.keep(prompt)
-    room(r, 20)
-    assert longest(r, one, two) == [0, 20]
 
 
 @pytest.mark.parametrize(("cache", "seed"), [*zip(SOME, range(3), strict=True)])

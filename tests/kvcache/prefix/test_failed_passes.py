@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -153,11 +154,7 @@ def test_a_session_that_cannot_be_closed_keeps_no_other_from_the_store(
     failing, whole = prefix.begin([1, 2]), prefix.begin(PROMPT)
     for session in (failing, whole):
         model.evaluate(session, session.remaining)
-
-    def fail(*_: object) -> None:
-        raise InjectedError
-
-    monkeypatch.setattr(failing, "_close", fail)
+    monkeypatch.setattr(failing, "_close", Mock(side_effect=InjectedError))
     with pytest.raises(InjectedError):
         prefix.close()
     assert prefix.closed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from kvcache.stores import FileStore, MemoryStore
 from kvcache.testing.rigs.protocol import Plan, only_protocol
 from ml import DType
 
+from ...rigs.memory import peak_memory
 from .rigs.conversing import LONG, SOME, WHOLE, ConversationSetup, Rig, Talk, every_cache, some_caches
 from .rigs.stores import CALLS, FlakyStore, stored
 
@@ -316,14 +316,10 @@ def test_reuse_does_not_double_peak_memory(backend: ml.Backend) -> None:
         cache.put(ctx, rows, rows)
     content, allocated = tokens * heads * dim * 2 * 4, cache.nbytes
     assert prefix.nbytes == {"device": content}
-    tracemalloc.start()
-    try:
+    with peak_memory() as most:
         sessions = [prefix.begin([*prompt, number]) for number in range(4)]
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+        assert most() < content / 4
     assert [session.cached for session in sessions] == [tokens] * 4
-    assert peak < content / 4
     assert cache.nbytes == allocated
 
 

@@ -19,7 +19,7 @@ from kvcache import (
     PrefixOptions,
     WrapperCache,
 )
-from kvcache.stores import FileStore, MemoryStore, SerializedSnapshot, pack, unpack
+from kvcache.stores import FileStore, MemoryStore, SerializedSnapshot, get_snapshot, put_snapshot
 from ml import DeviceError
 
 from ..stores.stores_rig import posix
@@ -100,27 +100,14 @@ class Talking:
 def forge(store: MemoryStore | FileStore, keys: list[str], change: Change) -> None:
     """Put other content, well formed and with a right digest, under the keys."""
     for key in keys:
-        (stat,) = store.stat([key])
-        if stat is None:
+        page = get_snapshot(store, key)
+        if page is None:
             continue
-        buffer = bytearray(stat.nbytes)
-        assert store.get_into(key, buffer)
-        page = unpack(bytes(buffer))
         meta, arrays = copy.deepcopy(dict(page.meta)), dict(page.arrays)
-        part = meta["snapshot"]
-        for each in part.get("parts", [part]):
-            named = {name.removeprefix("0/"): array for name, array in arrays.items()}
-            for _, _, tensors in each["layers"]:
-                for tensor in tensors:
-                    tensor[0] = tensor[0].removeprefix("0/")
-            change(each["layers"], named)
-            at = "0/" if "parts" in part else ""
-            for _, _, tensors in each["layers"]:
-                for tensor in tensors:
-                    tensor[0] = f"{at}{tensor[0]}"
-            arrays = {f"{at}{name}": array for name, array in named.items()}
+        for part in meta["snapshot"].get("parts", [meta["snapshot"]]):
+            change(part["layers"], arrays)
         assert store.delete(key)
-        assert store.put(key, pack(SerializedSnapshot(meta, arrays)))
+        assert put_snapshot(store, key, SerializedSnapshot(meta, arrays))
 
 
 def restarted(store: Any, wrapped: bool) -> int | None:

@@ -17,7 +17,7 @@ from kvcache.snapshots.snapshot import AttentionSnapshot, unwrapped_snapshot
 from kvcache.stores import MemoryStore
 from kvcache.testing.rigs.protocol import only_protocol
 
-from .rigs.conversing import LONG, STATEFUL, WHOLE, ConversationSetup, Rig, Talk
+from .rigs.conversing import LONG, STATEFUL, WHOLE, ConversationSetup, Rig, Talk, line, read
 from .rigs.stores import Way
 
 ROOMY = 1 << 40
@@ -36,10 +36,6 @@ def ends(r: Rig) -> list[int]:
 def _chain(node: Any) -> Sequence[Any]:
     """The snapshots of a node that has several."""
     return node.data.snapshot.parts if is_folded(node) else ()
-
-
-def line(first: int, count: int) -> list[int]:
-    return list(range(first, first + count))
 
 
 FOLDING = ("wrapper", "recurrent", "recurrent and sliding")
@@ -133,11 +129,7 @@ def test_cells_for_others_come_from_points_inside(talk: Talk, cache: str, conver
     r = talk(cache, max_sequences=4, capacity=40, max_batch=8)
     said = [line(100 * i, 32) for i in range(conversations)]
     for tokens in said:
-        chat = r.begin(tokens)
-        for part in chat.session.chunks(8):
-            chat._evaluate(part)
-            chat.session.keep()
-        chat.close()
+        read(r, tokens)
     assert [r.prefix.longest([*tokens, 1]) for tokens in said] == [32] * conversations
 
 

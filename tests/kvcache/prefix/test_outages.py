@@ -72,14 +72,8 @@ def test_calls_that_were_under_way_together_are_one_failure(clock: Clock) -> Non
             outages.failed(store, READING, StoreUnavailableError("gone"))
             clock.now += FIRST / 16
         clock.now += wait - FIRST / 2
-        assert outages.asks(store, READING)
-
-
-def test_of_those_that_come_when_the_time_is_over_one_asks(clock: Clock) -> None:
-    outages, store = Outages(clock), object()
-    outages.failed(store, READING, StoreUnavailableError("gone"))
-    clock.now += FIRST
-    assert [outages.asks(store, READING) for _ in range(3)] == [True, False, False]
+        asks = [outages.asks(store, READING) for _ in range(3)]
+        assert asks == [True, False, False], "of those that come when the time is over one asks"
 
 
 def test_a_store_that_answers_with_another_error_is_within_reach() -> None:

@@ -44,6 +44,15 @@ def gated(talk: Talk, *prompts: Any, cache: str = "causal", **whose: Any) -> tup
     return talk(cache, tiers=[store]), store
 
 
+def being_read(talk: Talk, cache: str = "causal") -> tuple[Rig, GatedStore, Prefetch]:
+    """PROMPT, of which a first entry is being read: its store's gate is shut."""
+    r, store = gated(talk, cache=cache)
+    store.gate.clear()
+    prefetch = ahead(r, PROMPT)
+    assert store.entered.wait(60)
+    return r, store, prefetch
+
+
 def held(prefix: PrefixCache) -> int:
     return prefix.nbytes["ahead"]
 
@@ -70,11 +79,7 @@ def test_a_session_begins_from_what_was_read_ahead_and_asks_no_store(talk: Talk,
 def test_a_session_that_begins_before_all_is_read_waits_for_what_is_under_way_and_reads_the_rest(
     talk: Talk, cache: str
 ) -> None:
-    store = GatedStore(stored(talk, cache=cache))
-    store.gate.clear()
-    r = talk(cache, tiers=[store])
-    prefetch = ahead(r, PROMPT)
-    assert store.entered.wait(60)
+    r, store, prefetch = being_read(talk, cache)
     assert not prefetch.done
     opening = threading.Timer(0.05, store.gate.set)
     opening.start()
@@ -89,9 +94,8 @@ def test_a_session_that_begins_before_all_is_read_waits_for_what_is_under_way_an
 def test_prompts_that_share_entries_have_them_read_once_and_hold_them_together(
     talk: Talk, cache: str
 ) -> None:
-    store = GatedStore(stored(talk, cache=cache))
+    r, store = gated(talk, cache=cache)
     store.gate.clear()
-    r = talk(cache, tiers=[store])
     prefetches = [ahead(r, prompt) for prompt in (PROMPT, OTHER, PROMPT)]
     store.gate.set()
     for prefetch in prefetches:
@@ -132,13 +136,11 @@ def test_what_is_read_ahead_never_takes_more_than_its_room(talk: Talk, cache: st
 def test_who_finds_no_room_waits_for_what_others_hold_and_those_behind_for_their_turn(talk: Talk) -> None:
     lines = [list(range(first, first + 20)) for first in (100, 200, 300)]
     r, store = gated(talk, *lines)
-    prefetch = ahead(r, [*lines[0], 9])
-    prefetch.wait()
+    prefetch = read(r, [*lines[0], 9])
     limit = held(r.prefix)
     prefetch.release()
     r = talk(tiers=[store], read_ahead=limit)
-    first = ahead(r, [*lines[0], 9])
-    first.wait()
+    first = read(r, [*lines[0], 9])
     second, third, unknown = (ahead(r, [*line, 9]) for line in (lines[1], lines[2], [7] * 9))
     unknown.wait()
     assert not second.done, "a look-up waits for nobody's pages"
@@ -157,11 +159,7 @@ def test_who_finds_no_room_waits_for_what_others_hold_and_those_behind_for_their
 
 
 def test_what_is_let_go_of_while_it_is_read_is_not_kept(talk: Talk) -> None:
-    store = GatedStore(stored(talk))
-    store.gate.clear()
-    r = talk(tiers=[store])
-    prefetch = ahead(r, PROMPT)
-    assert store.entered.wait(60)
+    r, store, prefetch = being_read(talk)
     prefetch.release()
     store.gate.set()
     prefetch.wait()
@@ -173,9 +171,8 @@ def test_what_is_let_go_of_while_it_is_read_is_not_kept(talk: Talk) -> None:
 @some_caches
 @pytest.mark.parametrize("error", [StoreUnavailableError("gone"), OSError("odd")])
 def test_an_entry_that_cannot_be_read_is_a_miss(talk: Talk, cache: str, error: Exception) -> None:
-    store = GatedStore(stored(talk, cache=cache))
+    r, store = gated(talk, cache=cache)
     store.broken, store.error = lambda key: True, error
-    r = talk(cache, tiers=[store])
     prefetch = read(r, PROMPT)
     assert r.prefix.store_errors["read"] > 0
     assert r.keep(PROMPT) == 0
@@ -243,13 +240,12 @@ def test_what_the_tree_has_lost_meanwhile_is_asked_for_again(talk: Talk) -> None
 @pytest.mark.parametrize("when", ["looked up", "being read", "read"])
 def test_what_was_read_ahead_is_forgotten_with_all_else(talk: Talk, cache: str, when: str) -> None:
     """By ``clear``, as where the weights have changed and the store is emptied."""
-    r, store = gated(talk, cache=cache)
     if when == "being read":
-        store.gate.clear()
-    prefetch = ahead(r, PROMPT)
-    if when == "being read":
-        assert store.entered.wait(60)
-    elif when == "read":
+        r, store, prefetch = being_read(talk, cache)
+    else:
+        r, store = gated(talk, cache=cache)
+        prefetch = ahead(r, PROMPT)
+    if when == "read":
         prefetch.wait()
         assert held(r.prefix) > 0
     r.prefix.clear()
@@ -282,11 +278,7 @@ def test_what_was_let_go_of_by_clear_is_not_let_go_of_again(talk: Talk) -> None:
 
 
 def test_a_cache_that_is_closed_waits_for_what_is_being_read(talk: Talk) -> None:
-    store = GatedStore(stored(talk))
-    store.gate.clear()
-    r = talk(tiers=[store])
-    prefetch = ahead(r, PROMPT)
-    assert store.entered.wait(60)
+    r, store, prefetch = being_read(talk)
     opening = threading.Timer(0.05, store.gate.set)
     opening.start()
     r.prefix.close()
@@ -315,8 +307,7 @@ def test_of_a_folder_the_system_reads_what_is_asked_for_next(
 
         stored(talk, cache=cache, store=store)
         monkeypatch.setattr(os, "posix_fadvise", noted)
-        prefetch = ahead(r, PROMPT)
-        prefetch.wait()
+        prefetch = read(r, PROMPT)
         assert {name for name, _ in advised} == {THREAD}
         assert {inode for _, inode in advised} <= {path.stat().st_ino for path in tmp_path.rglob("*")}
         assert len(advised) == (5 if r.prefix.tree.divisible else 1), "all blocks, or the last entry"

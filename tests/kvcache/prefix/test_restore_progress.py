@@ -17,18 +17,12 @@ import ml
 from kvcache import Batch, HostTier, PrefixCache, PrefixOptions
 from kvcache.stores import FileStore, MemoryStore
 
+from .rigs.stores import PlainStore
+
 LENGTH, CHUNK = 48, 8
 TOKENS = list(range(LENGTH))
 
 Told = list[tuple[int, int]]
-
-
-class Reading:
-    """A store whose pages come one by one, while the next one is read."""
-
-    def __init__(self, store: MemoryStore) -> None:
-        self.put, self.stat, self.prefix = store.put, store.stat, store.prefix
-        self.get_into, self.delete, self.close = store.get_into, store.delete, store.close
 
 
 def over(backend: ml.Backend, window: int | None, *tiers: Any) -> PrefixCache:
@@ -60,7 +54,7 @@ def file_store(folder: Path) -> Any:
 
 STORES: dict[str, Callable[[Path], Any]] = {
     "straight": file_store,
-    "ahead": lambda folder: Reading(MemoryStore()),
+    "ahead": lambda folder: PlainStore(MemoryStore()),
 }
 
 

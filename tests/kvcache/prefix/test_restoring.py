@@ -67,12 +67,8 @@ def test_whatever_ends_a_restoration_its_snapshots_can_go_after_it(
     talk: Talk, cache: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     r = in_want_of_window_cells(talk, cache)
-
-    def fail(*_: object) -> bool:
-        raise error
-
     with monkeypatch.context() as patched, contextlib.suppress(CacheFullError, KeyboardInterrupt):
-        patched.setattr(r.cache, "restore", fail)
+        patched.setattr(r.cache, "restore", Mock(side_effect=error))
         assert r.begin([*PROMPT, 7, 8]).cached == 0
     assert all(node.data is None or not node.data.restoring for node in r.prefix.tree.radix_tree)
     assert r.prefix.evict() > 0

@@ -13,13 +13,9 @@ from kvcache import HostTier, InvalidRangeError
 from kvcache.prefix.retention import Retention, TokenRange, merged, rank_of
 from kvcache.stores import MemoryStore
 
-from .rigs.conversing import LONG, Rig, Talk, longest, room, some_caches
+from .rigs.conversing import LONG, Rig, Talk, asked, longest, room, some_caches
 
 ONE, TWO, THREE = ([base + i for i in range(20)] for base in (100, 200, 300))
-
-
-def asked(priority: int, duration: float | None = None, begin: int = 0, end: int | None = None) -> Retention:
-    return Retention([TokenRange(begin, end, priority, duration)])
 
 
 def set_clock(r: Rig) -> list[float]:
@@ -53,12 +49,15 @@ def test_in_host_memory_too(talk: Talk) -> None:
     assert longest(r, ONE, TWO) == [20, 0]
 
 
-def test_a_range_is_kept_and_what_follows_it_goes(talk: Talk) -> None:
+@pytest.mark.parametrize(("begin", "end"), [(0, 7), (5, 9)])
+def test_a_range_and_what_leads_to_it_are_kept_and_what_follows_goes(
+    talk: Talk, begin: int, end: int
+) -> None:
     r = talk()
-    r.keep(ONE, retention=asked(90, end=7))
+    r.keep(ONE, retention=asked(90, begin=begin, end=end))
     r.keep(TWO)
-    room(r, 7)
-    assert longest(r, ONE, TWO) == [7, 0]
+    room(r, end)
+    assert longest(r, ONE, TWO) == [end, 0]
 
 
 def test_where_there_are_stores_ranges_are_of_whole_blocks_and_add_no_entries(talk: Talk) -> None:
@@ -73,14 +72,6 @@ def test_where_there_are_stores_ranges_are_of_whole_blocks_and_add_no_entries(ta
         entries.append(store.usage().entries)
     assert kept == {4: 90, 8: 90, 12: 35, 20: 10}
     assert entries == [5, 5]
-
-
-def test_what_leads_to_a_range_stays_with_it(talk: Talk) -> None:
-    r = talk()
-    r.keep(ONE, retention=asked(90, begin=5, end=9))
-    r.keep(TWO)
-    room(r, 9)
-    assert longest(r, ONE, TWO) == [9, 0]
 
 
 def test_after_its_duration_a_priority_is_the_default(talk: Talk) -> None:

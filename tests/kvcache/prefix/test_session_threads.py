@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,19 +25,16 @@ from kvcache.caches.turns import Turns
 from kvcache.prefix.prefix_cache import PrefixCache, SessionLimitError
 from ml import DType
 
+from ...rigs.threads import at_once, other
+
+__all__ = ["other"]
+
 KINDS: dict[str, Callable[[], Any]] = {
     "causal": CausalCache,
     "window": lambda: SlidingWindowCache(3, 6),
     "recurrent": lambda: RecurrentCache.of(StateCache({None: {"sum": StateSpec((1,), DType.F32)}})),
 }
 TOKENS = list(range(1, 9))
-
-
-@pytest.fixture
-def other() -> Iterator[Callable[[Callable[[], Any]], Any]]:
-    """Makes a call in another thread, which goes on living."""
-    with ThreadPoolExecutor(1) as pool:
-        yield lambda call: pool.submit(call).result(timeout=60)
 
 
 @pytest.fixture(params=KINDS)
@@ -92,7 +88,7 @@ def test_no_other_thread_comes_in_while_a_pass_is_in_its_middle(prefix: PrefixCa
 
 def test_threads_that_use_one_get_what_is_right_or_an_error(prefix: PrefixCache) -> None:
     """Each begins and ends sessions of its own as fast as it can, and evaluates in none of them wrongly."""
-    before, lock, begun = sys.getswitchinterval(), threading.Lock(), []
+    lock, begun = threading.Lock(), []
 
     def work(i: int) -> None:
         for n in range(30):
@@ -106,12 +102,7 @@ def test_threads_that_use_one_get_what_is_right_or_an_error(prefix: PrefixCache)
                     _evaluate(prefix, session.seq, session.cached, 9 - session.cached)
                 session.close(keep=bool(n % 3))
 
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(3) as pool:
-            list(pool.map(work, range(3)))
-    finally:
-        sys.setswitchinterval(before)
+    at_once(work, range(3))
     assert begun
     for session in prefix.sessions:
         prefix.cache.remove(session.seq, 0)

@@ -224,23 +224,6 @@ def test_a_branch_in_a_free_sequence_is_left_alone(talk: Talk, cache: str) -> No
     assert r.begin([3]).seq == 1
 
 
-def test_a_sequence_that_could_not_be_emptied_is_used_again(
-    talk: Talk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    r = talk(max_sequences=1)
-    chat = r.chat([1, 2])
-
-    def fail(*_: Any) -> None:
-        raise InjectedError
-
-    with monkeypatch.context() as broken:
-        broken.setattr(r.cache, "remove", fail)
-        with pytest.raises(InjectedError):
-            chat.session.close()
-    assert r.cache.offset(chat.seq) == 2
-    assert r.begin([7, 8]).seq == chat.seq
-
-
 @pytest.mark.parametrize("call", ["begin", "rewind", "close"])
 @pytest.mark.parametrize("cache", ["causal", "recurrent"])
 def test_a_pass_that_a_call_of_sessions_ended_says_so(talk: Talk, cache: str, call: str) -> None:
@@ -267,6 +250,7 @@ def test_a_pass_that_a_call_of_sessions_ended_says_so(talk: Talk, cache: str, ca
         (lambda r, s: list(s.chunks("2")), "chunks: size='2'"),
         (lambda r, s: list(s.chunks(0)), "chunks: size=0"),
         (lambda r, s: r.prefix.begin("hello"), "begin: tokens='hello'.*tokenizer"),
+        (lambda r, s: r.prefix.begin([]), "begin: the prompt is empty"),
         (lambda r, s: r.prefix.longest(3), r"longest: tokens=3; .*pass \[3\]"),
         (lambda r, s: r.prefix.adopt([-1], []), "adopt: token -1"),
         (lambda r, s: s.extend(3), r"extend: tokens=3; .*pass \[3\]"),
@@ -283,8 +267,9 @@ def test_a_prefix_cache_and_its_sessions_refuse_and_stay_as_they_were(
     chat = r.chat([1, 2])
     with pytest.raises(kvcache.InvalidRangeError, match=f"^{says}"):
         call(r, chat.session)
-    assert chat.session.tokens == [1, 2]
+    assert (chat.session.tokens, r.prefix.stats.sessions) == ([1, 2], 1)
     assert r.cache.held() == {chat.seq: 2}
+    chat.say([3])
 
 
 def test_a_cache_takes_one_prefix_cache_at_a_time(talk: Talk) -> None:

@@ -9,9 +9,8 @@ import pytest
 
 from kvcache.prefix.tiers import HostTier
 
-from .rigs.conversing import LONG, Talk, some_caches
+from .rigs.conversing import LONG, Talk, line, some_caches
 from .rigs.stores import FlakyStore, SlowStore
-from .test_tiers import line
 
 WRITING = {"block_size": 4, "interval": 8, "write_through": True}
 

@@ -19,6 +19,7 @@ from kvcache.prefix.session import SessionReplacedError
 from kvcache.prefix.tiers import HostTier, StoreTier
 from kvcache.stores import MemoryStore
 from kvcache.stores import keys as stores_keys
+from kvcache.testing.rigs.protocol import InjectedError
 
 from ...rigs.child_processes import child, finished
 from .rigs.conversing import LONG, STATEFUL, ConversationSetup, Rig, Talk, some_caches
@@ -273,16 +274,17 @@ def test_a_session_that_cannot_begin_leaves_its_sequence_empty(
     assert (r.prefix.sessions, r.cache.held()) == ((), {})
 
 
-def test_a_session_whose_end_is_interrupted_gives_its_sequence_back(
-    talk: Talk, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [KeyboardInterrupt, InjectedError])
+def test_a_session_whose_sequence_cannot_be_emptied_gives_it_back(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
-    r = talk()
+    r = talk(max_sequences=1)
     chat = r.chat(LONG)
     with monkeypatch.context() as patch:
-        patch.setattr(r.cache, "remove", Mock(side_effect=KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
+        patch.setattr(r.cache, "remove", Mock(side_effect=error()))
+        with pytest.raises(error):
             chat.session.close()
-    assert r.prefix.sessions == ()
+    assert (r.prefix.sessions, r.cache.offset(chat.seq)) == ((), 20)
     assert [r.keep([*LONG, turn]) for turn in range(4)] == [20] * 4
 
 

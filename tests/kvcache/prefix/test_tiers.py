@@ -6,7 +6,6 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import ml
@@ -24,6 +23,7 @@ from .rigs.conversing import (
     Rig,
     Talk,
     every_cache,
+    line,
     some_caches,
 )
 from .rigs.stores import CALLS, FlakyStore, SlowStore, stored
@@ -35,10 +35,6 @@ SMALL: dict[str, Any] = {"max_sequences": 1, "capacity": 64, "max_batch": 64}
 def settled(r: Rig) -> dict[str, int]:
     """Bytes per tier, of which none are counted while they are under way."""
     return {name: size for name, size in r.prefix.nbytes.items() if name != "leaving"}
-
-
-def line(first: int, count: int) -> list[int]:
-    return list(range(first, first + count))
 
 
 # Budgets.
@@ -158,36 +154,17 @@ def test_a_snapshot_may_have_to_leave_while_it_is_put_to_use(talk: Talk) -> None
     r.check_books()
 
 
-@pytest.mark.parametrize("tokens", [[], [-1], [1, "a"], [1.5], [None], [2**63], np.zeros(2), [[1]]], ids=repr)
-def test_what_is_no_prompt_is_refused(talk: Talk, tokens: Any) -> None:
-    r = talk()
-    chat = r.chat([1, 2, 3])
-    for use in (r.prefix.begin, *((chat.session.extend,) if len(tokens) else ())):
-        with pytest.raises((ValueError, TypeError)):
-            use(tokens)
-    assert r.prefix.stats.sessions == 1
-    chat.say([4])
-
-
 # What goes first. Edges are parted at multiples of 16 tokens.
 
 
 def test_the_least_recently_used_goes_first_and_a_hit_refreshes(talk: Talk) -> None:
     r = talk(budget=12 * ONE)
-    for first in (10, 20, 30):
+    for first in (10, 20, 20, 20, 30):  # however often the second one was used
         r.keep([first, 1, 2, 3])
     assert r.peek([10, 1, 2, 9]) == 3
     r.keep([40, 1, 2, 3])
     assert [r.keep([first, 1, 2, 3]) for first in (40, 30, 10)] == [3, 3, 3]
     assert r.peek([20, 1, 2, 3]) == 0
-
-
-def test_of_one_conversation_the_deepest_goes_first(talk: Talk) -> None:
-    r = talk()
-    r.keep([1, 2, 3, 4])
-    r.keep([1, 2, 3, 4, 5, 6, 7, 8])
-    assert r.prefix.evict(1) == 1
-    assert r.keep([1, 2, 3, 4, 5, 9]) == 4
 
 
 @pytest.mark.parametrize("cache", DIVISIBLE)

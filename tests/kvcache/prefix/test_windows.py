@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,7 +15,7 @@ from kvcache.prefix.tiers import HostTier
 from kvcache.snapshots.snapshot import AttentionSnapshot, Snapshot, SnapshotChain, unwrapped_snapshot
 
 from .rigs import conversing
-from .rigs.conversing import CACHES, CHUNK, CONV, STATE, WHOLE, WINDOW, Layers, Rig, Talk
+from .rigs.conversing import CACHES, CHUNK, CONV, STATE, WHOLE, WINDOW, Layers, Rig, Talk, line, read
 
 WIDE = 5
 _, (_window, _whole) = CACHES["wrapper"]
@@ -62,21 +63,6 @@ def indivisible(r: Rig) -> list[Snapshot]:
     held = (entry.snapshot for entry in nodes if entry.snapshot is not None)
     each = (one for some in held for one in (some.parts if isinstance(some, SnapshotChain) else (some,)))
     return [part for one in each for part in unwrapped_snapshot(one) if not part.divisible]
-
-
-def line(first: int, count: int) -> list[int]:
-    return list(range(first, first + count))
-
-
-def read(r: Rig, tokens: list[int], keep: bool = True) -> int:
-    """As ``Rig.keep``, in passes of 8 tokens after each of which others may start from what there is."""
-    chat = r.begin(tokens)
-    for part in chat.session.chunks(8):
-        chat._evaluate(part)
-        if keep:
-            chat.session.keep()
-    chat.close()
-    return chat.cached
 
 
 def in_turn(r: Rig, conversations: int, turns: int) -> list[int]:
@@ -168,18 +154,13 @@ def test_what_a_device_has_no_memory_for_goes(
     talk: Talk, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     r = talk(cache, 1 << 20, max_sequences=2, capacity=200, max_batch=8)
-    asked = []
-
-    def refuse(self: AttentionSnapshot) -> None:
-        asked.append(self)
-        raise MemoryError
-
+    detach = Mock(side_effect=MemoryError)
     with monkeypatch.context() as patched:
-        patched.setattr(AttentionSnapshot, "detach", refuse)
+        patched.setattr(AttentionSnapshot, "detach", detach)
         for i in range(6):
             r.keep(line(100 * i, 20), 8)
             r.check_books()
-    assert asked
+    assert detach.called
     assert r.prefix.longest([*line(500, 20), 1]) == 20
     assert r.prefix.longest([*line(0, 20), 1]) == 0
 
@@ -204,11 +185,7 @@ def test_what_is_left_of_a_long_prompt_lies_at_even_distances(talk: Talk, cache:
 def test_a_long_prompt_takes_few_snapshots_that_would_be_evicted_immediately(talk: Talk, cache: str) -> None:
     """Once space is short while it is computed; it has 200 snapshots at intervals, most of which must go."""
     r = talk(cache, 80_000, max_sequences=1, capacity=2000, max_batch=8)
-    chat = r.begin(line(0, 1600))
-    for part in chat.session.chunks(8):
-        chat._evaluate(part)
-        chat.session.keep()
-    chat.close()
+    read(r, line(0, 1600))
     tree = r.prefix.tree
     assert tree.evicted <= 120
     ends = sorted(node.end for node in tree.radix_tree)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,6 @@ from kvcache.stores import SerializedSnapshot, pack, unpack
 from ml import DType, Layout
 
 from ...rigs.late_device import LateBackend
-
-Open = Callable[[str], AbstractContextManager[ml.Backend]]
 
 TOKENS, HEADS, DIM, WIDE = 7, 2, 64, 32
 """DIM of keys and WIDE of values: whole blocks of the quantized formats."""

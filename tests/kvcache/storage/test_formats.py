@@ -162,17 +162,11 @@ def test_formats_go_by_their_names_in_any_case_and_in_pairs() -> None:
     assert CacheFormat.of("F16/F32").plain is None
 
 
-def test_a_cache_tells_its_formats(numpy: ml.Backend) -> None:
+def test_a_cache_tells_its_formats(backend: ml.Backend) -> None:
     cache = CausalCache()
-    cache.init(numpy, (DType.F16, "q4_0"), 1, 8, 8)
+    cache.init(backend, (DType.F16, "q4_0"), 1, 8, 8)
     assert "F16/Q4_0 on numpy" in repr(cache)
     assert cache.settings()["dtype"] == "F16/Q4_0"
-
-
-@pytest.fixture
-def numpy() -> Iterator[ml.Backend]:
-    with ml.open_backend("numpy") as backend:
-        yield backend
 
 
 class Halves:
@@ -207,14 +201,14 @@ def test_names_that_would_not_be_told_apart_are_refused(name: str) -> None:
 
 
 def test_a_format_of_ones_own_is_stored_and_restored_by_its_name(
-    monkeypatch: pytest.MonkeyPatch, numpy: ml.Backend
+    monkeypatch: pytest.MonkeyPatch, backend: ml.Backend
 ) -> None:
     monkeypatch.setattr(names, "_given", {})
     with pytest.raises(ml.DTypeError, match=r"no storage format 'HALVES'; known: F32, .* passed to init"):
         open_format("HALVES")
     cache = CausalCache()
-    cache.init(numpy, ("F32", Halves()), 1, 8, 8)
-    with numpy.new_context() as ctx:
+    cache.init(backend, ("F32", Halves()), 1, 8, 8)
+    with backend.new_context() as ctx:
         cache.start_forward(ctx, Batch([0], [0]))
         x = ctx.from_numpy(np.full((1, 1, 3), 1 / 3, np.float32))
         cache.put(ctx, x, x)
@@ -222,7 +216,7 @@ def test_a_format_of_ones_own_is_stored_and_restored_by_its_name(
         assert key.to_numpy().tolist() == x.to_numpy().tolist()
         assert (value.dtype, value.to_numpy().max()) == (DType.F32, np.float32(np.float16(1 / 3)))
         assert cache.nbytes == 8 * 3 * (4 + 2)
-    again = kvcache.deserialize(numpy, kvcache.serialize(numpy, cache.snapshot(0)))
+    again = kvcache.deserialize(backend, kvcache.serialize(backend, cache.snapshot(0)))
     assert cache.restore(0, again)
 
 
@@ -285,13 +279,13 @@ def test_ranks_are_told_a_format_of_ones_own_too(turbo: Any) -> None:
 # Pages.
 
 
-def test_pages_of_another_format_are_a_miss(numpy: ml.Backend) -> None:
+def test_pages_of_another_format_are_a_miss(backend: ml.Backend) -> None:
     store = MemoryStore()
     for dtype, expected in (("Q8_0", 0), ("Q8_0/Q4_0", 0), ("Q4_0/Q8_0", 0), ("Q8_0", 8), ("Q8_0/Q4_0", 8)):
         cache = CausalCache()
-        cache.init(numpy, dtype, 2, 64, 64)
+        cache.init(backend, dtype, 2, 64, 64)
         prefix = PrefixCache(cache, tiers=[store], block_size=4, identity={"model": "zeros"})
-        with prefix, prefix.begin([*range(9)]) as session, numpy.new_context() as ctx:
+        with prefix, prefix.begin([*range(9)]) as session, backend.new_context() as ctx:
             assert session.cached == expected
             at = range(session.cached, 9)
             cache.start_forward(ctx, Batch(at, [session.seq] * len(at)))
@@ -299,10 +293,10 @@ def test_pages_of_another_format_are_a_miss(numpy: ml.Backend) -> None:
             cache.put(ctx, zeros, zeros)
 
 
-def test_a_snapshot_of_another_format_is_refused(numpy: ml.Backend) -> None:
+def test_a_snapshot_of_another_format_is_refused(backend: ml.Backend) -> None:
     one, other = CausalCache(), CausalCache()
-    one.init(numpy, "Q8_0/Q4_0", 1, 8, 8)
-    other.init(numpy, "Q4_0/Q8_0", 1, 8, 8)
+    one.init(backend, "Q8_0/Q4_0", 1, 8, 8)
+    other.init(backend, "Q4_0/Q8_0", 1, 8, 8)
     with pytest.raises(
         kvcache.InvalidRangeError, match=r"a snapshot of Q8_0/Q4_0, .* into a cache of Q4_0/Q8_0"
     ):
@@ -311,7 +305,7 @@ def test_a_snapshot_of_another_format_is_refused(numpy: ml.Backend) -> None:
         one.merge(one.snapshot(0), other.snapshot(0))
 
 
-def test_a_page_that_was_written_when_formats_had_no_pairs_is_read(numpy: ml.Backend) -> None:
+def test_a_page_that_was_written_when_formats_had_no_pairs_is_read(backend: ml.Backend) -> None:
     """Meta as it was: one name, codes and scales of K, and those of V."""
     scales = np.full((2, 3, 1), 0.5, np.float16)
     arrays = {
@@ -321,17 +315,17 @@ def test_a_page_that_was_written_when_formats_had_no_pairs_is_read(numpy: ml.Bac
     tensors = [[f"0.{i}", [0, 1, 2]] for i in range(4)]
     meta = {"kind": "attention", "begin": 0, "end": 2, "dtype": "Q8_0", "whole": False,
             "layers": [[0, "F32", tensors]]}  # fmt: skip
-    snapshot = kvcache.deserialize(numpy, SerializedSnapshot({"snapshot": meta}, arrays))
+    snapshot = kvcache.deserialize(backend, SerializedSnapshot({"snapshot": meta}, arrays))
     cache = CausalCache()
-    cache.init(numpy, DType.Q8_0, 1, 8, 8)
+    cache.init(backend, DType.Q8_0, 1, 8, 8)
     assert cache.restore(0, snapshot)
-    with numpy.new_context() as ctx:
+    with backend.new_context() as ctx:
         cache.start_forward(ctx, Batch([1], [0]), read_only=True)
         cache.set_layer(0)
         key, value, _ = cache.get(ctx)
         np.testing.assert_array_equal(key.to_numpy()[:2], arrays["0.0"] / 2)
         assert (value.to_numpy()[:2] == 0.5).all()
-    written = kvcache.serialize(numpy, cache.snapshot(0)).meta["snapshot"]
+    written = kvcache.serialize(backend, cache.snapshot(0)).meta["snapshot"]
     assert (written["dtype"], [len(parts) for _, _, parts in written["layers"]]) == ("Q8_0", [4])
 
 
@@ -340,18 +334,20 @@ def test_a_page_that_was_written_when_formats_had_no_pairs_is_read(numpy: ml.Bac
     [("Q8_0", CausalCache), (("F32", "F16"), CausalCache), ("F8_E4M3", kvcache.EncoderCache)],
 )
 def test_what_a_backend_declares_absent_is_refused_by_init(
-    monkeypatch: pytest.MonkeyPatch, numpy: ml.Backend, dtype: Any, cache: Any
+    monkeypatch: pytest.MonkeyPatch, backend: ml.Backend, dtype: Any, cache: Any
 ) -> None:
-    monkeypatch.setattr(type(numpy), "features", ml.Features(ml.STORAGE_DTYPES - {DType.F16}), raising=False)
+    monkeypatch.setattr(
+        type(backend), "features", ml.Features(ml.STORAGE_DTYPES - {DType.F16}), raising=False
+    )
     with pytest.raises(kvcache.NotSupportedError, match="stored in F16, which backend 'numpy' does not have"):
-        cache().init(numpy, dtype, 1, 8, 8)
-    cache().init(numpy, "F32", 1, 8, 8)
+        cache().init(backend, dtype, 1, 8, 8)
+    cache().init(backend, "F32", 1, 8, 8)
 
 
-def test_what_was_encoded_elsewhere_is_stored_as_it_is(numpy: ml.Backend) -> None:
+def test_what_was_encoded_elsewhere_is_stored_as_it_is(backend: ml.Backend) -> None:
     cache, stored = CausalCache(), CacheFormat.of("Q8_0/AFFINE4_32")
-    cache.init(numpy, "Q8_0/AFFINE4_32", 1, 8, 8)
-    with numpy.new_context() as ctx:
+    cache.init(backend, "Q8_0/AFFINE4_32", 1, 8, 8)
+    with backend.new_context() as ctx:
         x = ctx.from_numpy(np.random.default_rng(2).normal(size=(3, 2, 32)), DType.BF16)
         parts = [*stored.key.encode(ctx, x), *stored.value.encode(ctx, x)]
         cache.start_forward(ctx, Batch(range(3), [0] * 3))

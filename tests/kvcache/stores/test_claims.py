@@ -9,11 +9,11 @@ import logging
 import os
 import pickle
 import threading
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -38,9 +38,10 @@ from kvcache.stores import memory as memory_module
 from kvcache.stores.serialized_snapshot import read_outline
 from kvcache.testing.stores import UNIT, content, fill, present, read
 
-from .stores_rig import parts_of, posix, with_manifest
+from ...rigs.memory import peak_memory
+from ...rigs.threads import at_once
+from .stores_rig import MIB, parts_of, posix, with_manifest
 
-MIB = 1 << 20
 SECRET = {"digest": "blake3", "secret": "of the hosts"}
 
 
@@ -88,14 +89,10 @@ def test_with_a_secret_a_size_that_somebody_claims_allocates_nothing(
     """Within the budget too: the manifest itself is sealed."""
     keyed.put("a", [b"x" * 1000])
     claim(keyed, "a", nbytes)
-    tracemalloc.start()
-    try:
+    with peak_memory() as most:
         with contextlib.suppress(SnapshotCorruptError):
             assert call(keyed) is None
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < MIB
+        assert most() < MIB
     assert keyed.stat(["a"]) == [None]
 
 
@@ -106,11 +103,9 @@ def test_no_entry_of_more_bytes_than_the_budget_is_read(tmp_path: Path, call: An
     with FileStore(tmp_path / "store", 10 * MIB, durable=False) as store:
         store.put("a", [b"x" * 1000])
         claim(store, "a", 64 * MIB)
-        tracemalloc.start()
-        assert call(store) is None
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        assert peak < MIB
+        with peak_memory() as most:
+            assert call(store) is None
+            assert most() < MIB
         assert store.put("a", [content("a")])
         assert read(store, "a") == content("a")
 
@@ -126,10 +121,7 @@ def test_with_a_secret_nothing_is_parsed_before_all_of_it_was_verified(
     data, manifest = parts_of(file_of(keyed, "a"))
     data[-1] ^= 1
     file_of(keyed, "a").write_bytes(data + manifest)
-
-    def parse(*args: Any) -> Any:
-        raise AssertionError("it was parsed")
-
+    parse = Mock(side_effect=AssertionError("it was parsed"))
     monkeypatch.setattr(serialized_snapshot, "_outline", parse)
     monkeypatch.setattr(serialized_snapshot, "_header_length", parse)
     with pytest.raises(SnapshotCorruptError):
@@ -205,14 +197,7 @@ def test_a_folder_never_has_more_than_its_budget(
 
     monkeypatch.setattr(os, "writev", write)
     with FileStore(folder, 2 * UNIT, durable=False) as store:
-        threads = [
-            threading.Thread(target=lambda n=n: [store.put(f"{n}-{i}", [content("a")]) for i in range(6)])
-            for n in range(writers)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        at_once(lambda n: [store.put(f"{n}-{i}", [content("a")]) for i in range(6)], range(writers))
         assert store.usage().entries == 2
         with pytest.raises(StoreFullError):
             store.put("large", [bytes(2 * UNIT + 1)])
@@ -245,20 +230,6 @@ def test_a_put_beside_one_of_more_than_its_own_budget_makes_all_the_room_there_i
         os.close(opened[0])
 
 
-@posix
-@pytest.mark.parametrize("sizes", [[5 * UNIT], [UNIT] * 5, [UNIT, 5 * UNIT]])
-def test_a_folder_that_has_more_than_the_budget_has_no_more_once_it_is_open(
-    tmp_path: Path, sizes: list[int]
-) -> None:
-    with FileStore(tmp_path / "store", durable=False) as store:
-        for i, size in enumerate(sizes):
-            store.put(f"k{i}", [bytes(size)])
-    with FileStore(tmp_path / "store", 2 * UNIT, durable=False) as store:
-        assert store.usage().nbytes == min(2, sizes.count(UNIT)) * UNIT, "what fits stays"
-        files = (tmp_path / "store" / "pages").glob("*.entry")
-        assert sum(path.stat().st_size - 512 for path in files) == store.usage().nbytes
-
-
 def test_memory_never_has_more_than_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry is copied once there is room for it, also beside others that are being copied."""
     store, joined = MemoryStore(2 * UNIT), memory_module._joined
@@ -269,28 +240,16 @@ def test_memory_never_has_more_than_its_budget(monkeypatch: pytest.MonkeyPatch) 
         return joined(views, nbytes)
 
     monkeypatch.setattr(memory_module, "_joined", join)
-    threads = [
-        threading.Thread(target=lambda n=n: [store.put(f"{n}-{i}", [content("a")]) for i in range(20)])
-        for n in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    at_once(lambda n: [store.put(f"{n}-{i}", [content("a")]) for i in range(20)], range(4))
     assert max(seen) <= 2 * UNIT
     assert (store.usage().entries, store.usage().nbytes) == (2, 2 * UNIT)
 
 
 def test_a_copy_that_fails_gives_its_room_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, joined = MemoryStore(UNIT), memory_module._joined
-
-    def fail(views: Any, nbytes: int) -> Any:
-        raise MemoryError
-
-    monkeypatch.setattr(memory_module, "_joined", fail)
-    with pytest.raises(MemoryError):
+    store = MemoryStore(UNIT)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(memory_module, "_joined", Mock(side_effect=MemoryError))
         store.put("a", [content("a")])
-    monkeypatch.setattr(memory_module, "_joined", joined)
     assert store.put("a", [content("a")])
     assert store.usage().nbytes == UNIT
 

@@ -9,6 +9,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -181,15 +182,12 @@ def test_a_flipped_bit_is_found_with_the_last_byte(store: FileStore, where: Path
 def test_a_reader_of_a_file_that_is_cut_or_of_a_device_that_fails(
     store: FileStore, where: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(fd: int, buffers: object) -> int:
-        raise OSError(5, "Input/output error")
-
     store.put("a", [DATA])
     one, other = store.reader("a"), store.reader("a")
     assert one is not None
     assert other is not None
     with monkeypatch.context() as patched, pytest.raises(StoreUnavailableError, match="Input/output error"):
-        patched.setattr(os, "readv", fail)
+        patched.setattr(os, "readv", Mock(side_effect=OSError(5, "Input/output error")))
         one.fill([bytearray(1_500_000)])
     assert read(store, "a") == DATA
     os.truncate(where / "pages" / "a.entry", 1_000_000)

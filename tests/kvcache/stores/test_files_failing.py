@@ -10,10 +10,10 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -28,6 +28,7 @@ from kvcache.stores import (
 from kvcache.stores.lockfile import LOCK, STORE_FORMAT, fcntl
 from kvcache.testing.stores import UNIT, content, fill, present, read
 
+from ...rigs.servers import wait_until
 from .stores_crash import CALLS
 from .stores_rig import entries, names, parts_of, posix, store, where, with_manifest
 
@@ -56,6 +57,10 @@ class Failing:
             return original(*args, **options)
 
         return call
+
+
+def refusing(code: int) -> Mock:
+    return Mock(side_effect=OSError(code, os.strerror(code)))
 
 
 @pytest.mark.parametrize(
@@ -95,21 +100,15 @@ def test_a_put_that_fails_where_nothing_can_be_removed_leaves_no_file_open_and_s
 ) -> None:
     """A file system that is full may refuse to remove files, too. Its temporaries go when a store opens."""
     fill(store, "a")
-    before, flock = open_files(), fcntl.flock
-
-    def fail(*args: Any, **options: Any) -> Any:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    before, flock, fail = open_files(), fcntl.flock, refusing(errno.ENOSPC)
 
     def lock(fd: int, how: int) -> None:
         if Path(f"/proc/self/fd/{fd}").readlink().suffix == ".tmp":
             fail()
         flock(fd, how)
 
-    def refuse(*args: Any, **options: Any) -> Any:
-        raise OSError(code, os.strerror(code))
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", refuse)
+        patch.setattr(os, "unlink", refusing(code))
         if failing == "flock":
             patch.setattr(fcntl, "flock", lock)
         else:
@@ -149,10 +148,7 @@ def test_a_failing_device_is_unavailable_and_drops_nothing(where: Path, op: str)
 def test_an_interrupted_put_leaves_no_debris(
     store: FileStore, where: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "writev", interrupt)
+    monkeypatch.setattr(os, "writev", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         store.put("a", [b"x"])
     assert names(where) == []
@@ -165,15 +161,6 @@ def test_a_file_in_place_of_the_folder_is_unavailable(where: Path) -> None:
     with pytest.raises(StoreUnavailableError):
         FileStore(where / "below")
     assert where.read_text() == "mine"
-
-
-@pytest.mark.parametrize(("digest", "package"), [("xxh3_128", "xxhash"), ("blake3", "blake3")])
-def test_what_a_digest_needs_is_named_with_what_installs_it(
-    where: Path, digest: str, package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(StoreUnavailableError, match=rf"FileStore: .* {package} .*'ml-kvcache\[disk\]'"):
-        FileStore(where, digest=digest)
 
 
 def test_neither_kvcache_nor_its_stores_import_xxhash() -> None:
@@ -241,11 +228,7 @@ def test_an_error_names_the_call_and_the_store_its_folder(store: FileStore, wher
 
 def only_read(patch: pytest.MonkeyPatch, code: int = errno.EROFS) -> None:
     """Whatever would change something on the device fails."""
-
-    def refuse(*args: Any, **options: Any) -> Any:
-        raise OSError(code, os.strerror(code))
-
-    original = os.open
+    refuse, original = refusing(code), os.open
 
     def open_to_read(path: Any, flags: int, *args: Any, **options: Any) -> int:
         if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
@@ -291,11 +274,7 @@ def test_entries_that_may_not_be_removed_are_passed_over(
     """The lock may be taken, and the folder of entries not be changed."""
     fill(store, "ab")
     (where / "pages" / "b.entry").write_bytes(b"?")
-
-    def refuse(*args: Any, **options: Any) -> Any:
-        raise PermissionError(errno.EACCES, "no")
-
-    monkeypatch.setattr(os, "unlink", refuse)
+    monkeypatch.setattr(os, "unlink", refusing(errno.EACCES))
     for _ in range(2):
         assert store.stat(["a", "b"])[1] is None
     assert read(store, "a") == content("a")
@@ -338,13 +317,6 @@ def test_a_folder_in_place_of_an_entrys_file_is_a_miss_where_nothing_may_be_chan
     assert store.usage().dropped <= 2
 
 
-def until(reached: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not reached():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 def test_closing_waits_for_the_call_under_way(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FileStore(where, durable=False)
     writing, go_on = threading.Event(), threading.Event()
@@ -362,7 +334,7 @@ def test_closing_waits_for_the_call_under_way(where: Path, monkeypatch: pytest.M
     assert writing.wait(60)
     closing = threading.Thread(target=store.close)
     closing.start()
-    until(lambda: store._in_flight._closed)
+    wait_until(lambda: store._in_flight._closed)
     with pytest.raises(StoreClosedError):
         store.stat(["a"])
     assert closing.is_alive()

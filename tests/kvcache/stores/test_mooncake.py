@@ -101,11 +101,9 @@ def test_a_full_pool_makes_room_and_what_is_left_is_whole(native: Any) -> None:
 def test_a_failed_put_leaves_nothing_and_the_key_free(
     place: MooncakePlace, store: MooncakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: object, name: str, pieces: object) -> None:
-        raise StoreUnavailableError("put: the cable was pulled")
-
+    pulled = Mock(side_effect=StoreUnavailableError("put: the cable was pulled"))
     with monkeypatch.context() as patched, pytest.raises(StoreUnavailableError, match="cable"):
-        patched.setattr(Client, "write", fail)
+        patched.setattr(Client, "write", pulled)
         store.put("a", [content("a")])
     assert store.stat(["a"]) == [None]
     name = [store._name("a")]

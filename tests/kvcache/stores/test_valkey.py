@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -301,10 +302,7 @@ def test_a_hit_starts_the_time_anew_and_chunks_outlive_their_manifest(
 def test_chunks_that_nobody_published_expire(
     store: ValkeyStore, client: Valkey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed() -> None:
-        raise KeyboardInterrupt
-
-    during_the_put(store, monkeypatch, killed)
+    during_the_put(store, monkeypatch, Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         store.put("a", [content("a", BIG)])
     monkeypatch.undo()

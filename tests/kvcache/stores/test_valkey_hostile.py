@@ -10,7 +10,6 @@ import random
 import select
 import socket
 import threading
-import tracemalloc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -41,6 +40,7 @@ from kvcache.stores.valkey.replies import (
 )
 from kvcache.testing.stores import content, read
 
+from ...rigs.memory import peak_memory
 from .valkey_rig import Open, client, open_here, server, store
 
 __all__ = ["client", "open_here", "server", "store"]
@@ -284,15 +284,13 @@ def test_a_reply_that_never_ends_ends_the_call(feeding: str, call: str) -> None:
     with (
         Listening(ENDLESS[feeding]()) as listening,
         ValkeyStore(listening.url, timeout=0.05, connect_timeout=0.1) as store,
+        peak_memory() as most,
     ):
-        tracemalloc.start()
         working = threading.Thread(target=work, args=[store], daemon=True)
         working.start()
         working.join(60)
-        _, most = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-    assert isinstance(raised[0], StoreUnavailableError), "the call never came to its end"
-    assert most < 8 << 20
+        assert isinstance(raised[0], StoreUnavailableError), "the call never came to its end"
+        assert most() < 8 << 20
 
 
 def test_signing_in_and_sending_are_part_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,10 +399,8 @@ def test_a_manifest_costs_no_more_than_what_is_stored(
     for i in range(stored):
         client.set(f"kvcache:xxh3:c:{manifest.writer}:{i}", bytes(1 << 16))
     client.config_resetstat()
-    tracemalloc.start()
-    assert store.stat(["a"]) == [None]
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert most < 4 << 20
+    with peak_memory() as most:
+        assert store.stat(["a"]) == [None]
+        assert most() < 4 << 20
     assert client.info("commandstats")["cmdstat_strlen"]["calls"] <= 16 + 512
     assert client.dbsize() == 0

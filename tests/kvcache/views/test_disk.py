@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -345,11 +346,7 @@ def test_a_page_that_cannot_be_written_is_one_line(
     page = tmp_path / ("x.html" if error else "nowhere/x.html")
     if error is not None:
         page.write_text("before")
-
-        def full(fd: int) -> None:
-            raise OSError(error, os.strerror(error))
-
-        monkeypatch.setattr(os, "fsync", full)
+        monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(error, os.strerror(error))))
     result = run(folder, "--html", page)
     assert result.exit_code == 1
     assert "cannot be written" in result.stderr

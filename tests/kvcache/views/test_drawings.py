@@ -89,12 +89,6 @@ def test_a_trie_as_text(numpy_backend: ml.Backend) -> None:
     ]
 
 
-def test_a_mask_as_text(numpy_backend: ml.Backend) -> None:
-    cache = bound(CausalCache(), numpy_backend, stored={1: 3})
-    lines = look_at_mask(cache).text().splitlines()
-    assert lines[1:4] == ["1:0 █··", "1:1 ██·", "1:2 ███"]
-
-
 @pytest.mark.parametrize("width", [24, 40, 80, 200])
 def test_no_line_is_wider_than_asked(prefix_picture: PrefixPicture, width: int) -> None:
     lines = prefix_picture.text(width).splitlines()
@@ -212,13 +206,6 @@ def test_a_trie_lies_along_its_positions(prefix_picture: PrefixPicture) -> None:
     assert spans == [pytest.approx(span) for span in ((430, 261), (691, 261), (691, 174))]
 
 
-def test_a_mask_has_a_box_for_every_pair(numpy_backend: ml.Backend) -> None:
-    cache = bound(CausalCache(), numpy_backend, stored={1: 3})
-    named = [e for e in elements(look_at_mask(cache).svg()) if e.tag == f"{SVG}rect" and len(e)]
-    colors = [e.get("fill") == sequence_color(1) for e in named]
-    assert colors == [True, False, False, True, True, False, True, True, True]
-
-
 # HTML.
 
 
@@ -297,14 +284,17 @@ def test_every_picture_has_every_form(numpy_backend: ml.Backend, tmp_path: Path)
         assert not (tmp_path / "picture.png").exists()
 
 
-def test_json_of_a_mask_is_its_rows(numpy_backend: ml.Backend) -> None:
-    cache = bound(CausalCache(), numpy_backend, stored={2: 2})
-    picture = look_at_mask(cache)
+def test_a_mask_is_its_rows_as_text_boxes_and_json(numpy_backend: ml.Backend) -> None:
+    picture = look_at_mask(bound(CausalCache(), numpy_backend, stored={1: 3}))
     assert isinstance(picture, MaskPicture)
+    assert picture.text().splitlines()[1:4] == ["1:0 █··", "1:1 ██·", "1:2 ███"]
+    seen = [[True, False, False], [True, True, False], [True, True, True]]
+    boxes = [e for e in elements(picture.svg()) if e.tag == f"{SVG}rect" and len(e)]
+    assert [e.get("fill") == sequence_color(1) for e in boxes] == [one for row in seen for one in row]
     record: dict[str, Any] = json.loads(picture.json())
-    assert record["seen"] == [[True, False], [True, True]]
-    assert record["queries"] == [[2, 0], [2, 1]]
-    assert record["cells"] == [32, 33]
+    assert record["seen"] == seen
+    assert record["queries"] == [[1, 0], [1, 1], [1, 2]]
+    assert record["cells"] == [16, 17, 18]
 
 
 # Words.

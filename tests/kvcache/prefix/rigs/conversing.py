@@ -15,6 +15,7 @@ import ml
 from kvcache import Batch, CacheDType, PrefixOptions
 from kvcache.prefix.outages import Outages
 from kvcache.prefix.prefix_cache import PrefixCache, Session
+from kvcache.prefix.retention import Retention, TokenRange
 from kvcache.prefix.tiers import StoreTier
 from kvcache.storage.formats import CacheFormat
 from kvcache.testing.rigs.attention import mask_of
@@ -361,6 +362,26 @@ def room(r: Rig, tokens: int) -> None:
     """Let the device keep so many tokens and no more."""
     r.prefix.tree.device.budget = tokens * r.setup.token_bytes
     r.prefix.evictor.enforce()
+
+
+def read(r: Rig, tokens: list[int], keep: bool = True) -> int:
+    """As ``Rig.keep``, in passes of 8 tokens after each of which others may start from what there is."""
+    chat = r.begin(tokens)
+    for part in chat.session.chunks(8):
+        chat._evaluate(part)
+        if keep:
+            chat.session.keep()
+    chat.close()
+    return chat.cached
+
+
+def asked(priority: int, duration: float | None = None, begin: int = 0, end: int | None = None) -> Retention:
+    return Retention([TokenRange(begin, end, priority, duration)])
+
+
+def line(first: int, count: int) -> list[int]:
+    """A prompt of ids that follow one another."""
+    return list(range(first, first + count))
 
 
 def longest(r: Rig, *prompts: list[int], **whose: Any) -> list[int]:
