@@ -55,6 +55,9 @@ class Folder:
                 self.close()
                 raise
 
+    _close = staticmethod(os.close)
+    """Of the class: when the interpreter ends, the module's own names are None already."""
+
     def __del__(self) -> None:
         self.close()
 
@@ -63,7 +66,7 @@ class Folder:
         self._root = self._entries = self._changing = -1
         for fd in fds:
             if fd >= 0:
-                os.close(fd)
+                self._close(fd)
         if hasattr(self, "lock"):
             self.lock.close()
 

@@ -96,13 +96,16 @@ class Index:
         self.pending: list[int] = []
         """The bytes of each entry that somebody is writing."""
 
+    _ignoring = contextlib.suppress(sqlite3.Error)
+    """Of the class: when the interpreter ends, the module's own names are None already."""
+
     def __del__(self) -> None:
         self.close()
 
     def close(self) -> None:
         db, self._db = getattr(self, "_db", None), None
         if db is not None:
-            with contextlib.suppress(sqlite3.Error):
+            with self._ignoring:
                 db.close()
 
     @contextlib.contextmanager

@@ -108,6 +108,9 @@ class FileReader:
         self.left = self._manifest.nbytes
         self._digest, self._guard, self._hit = digest, guard, hit
 
+    _close = staticmethod(os.close)
+    """Of the class: when the interpreter ends, the module's own names are None already."""
+
     def __del__(self) -> None:
         self.close()
 
@@ -125,7 +128,7 @@ class FileReader:
     def close(self) -> None:
         fd, self._fd, self.left = getattr(self, "_fd", -1), -1, 0
         if fd >= 0:
-            os.close(fd)
+            self._close(fd)
 
 
 class BytesReader:

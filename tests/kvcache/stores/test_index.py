@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import random
 import shutil
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.stores import FileStore, index, lockfile
+from kvcache.stores import FileStore, folder, index, lockfile, streams
 from kvcache.stores.folder import Folder
 from kvcache.testing.stores import UNIT, content, fill, present, read
 
@@ -519,3 +520,21 @@ def test_an_entry_with_a_date_that_no_use_gave_it_counts_as_the_oldest(
         assert present(store, "abcd") == "acd"
         fill(store, "ef")
         assert present(store, "abcdef") == "def"
+
+
+def test_an_open_store_ends_silently_with_the_interpreter(
+    where: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By then the names in modules may be None; what is raised in ``__del__`` would be printed."""
+    store: Any = opened(where)
+    fill(store, "ab")
+    reader: Any = store.reader("a")
+    with monkeypatch.context() as ending:
+        for module, name in [
+            (index, "contextlib"),
+            (index, "sqlite3"),
+            *((m, "os") for m in (folder, lockfile, streams)),
+        ]:
+            ending.setattr(module, name, None)
+        del store, reader
+        gc.collect()
