@@ -136,7 +136,8 @@ Event = Started | Prefilled | Token | Finished
 class Statistics:
     """Sums over requests; times are in seconds.
 
-    The first token of each request comes from its prefill; ``decoded_tokens`` counts the others.
+    The first token of each request comes from its prefill; ``decoded_tokens`` counts the others. The time of
+    a pass with prompts and answers is divided by their tokens.
     """
 
     prompt_tokens: int = 0
