@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from mlx_lm.models import llama
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from kvcache import InvalidRangeError, NotSupportedError
+from kvcache import HostTier, InvalidRangeError, NotSupportedError
 from kvcache.integrations.mlx_lm import MLXModel
+from kvcache.prefix import worker
+from kvcache.snapshots.serialize import serialize
 from kvcache_engine import Engine, EngineOptions, GenerationOptions, RequestError
 
 from ...rigs import mlx_lm_models as models
@@ -131,6 +134,34 @@ def test_prefixes_are_found_for_the_adapters_that_computed_them() -> None:
         layers[0].scale = 8.0
         with pytest.raises(RequestError, match="have changed, while earlier requests are unfinished"):
             engine.submit(prompt, ENDLESS)
+
+
+@pytest.mark.parametrize("make", [models.make_llama, models.make_qwen], ids=["full", "hybrid"])
+def test_passes_go_on_beside_page_outs(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that makes room waits for the thread that copies what leaves the device, which is slow here."""
+
+    def slowly(*given: Any) -> Any:
+        time.sleep(0.02)
+        return serialize(*given)
+
+    monkeypatch.setattr(worker, "serialize", slowly)
+    made, found = make(), list[bool]()
+    prompts = [models.prompt_of(size, seed) for seed, size in enumerate((27, 29, 9, 30, 12, 3))]
+    expected = [alone(made, prompt, 6) for prompt in prompts]
+    options = EngineOptions(
+        max_sequences=4, capacity=18, context=64, prefill_chunk=8, block_size=8, interval=8
+    )  # fmt: skip
+
+    def work() -> None:
+        with Engine(MLXModel(made), None, options, [HostTier(1 << 24)]) as engine:
+            engine.prefix.tree.worker.limit = 1  # one snapshot at a time
+            for _ in range(4):
+                found.append([[*answer.tokens] for answer in engine.complete(prompts, ENDLESS)] == expected)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert found == [True] * 4
 
 
 def test_any_thread_may_ask_and_the_model_works_by_itself_meanwhile() -> None:
