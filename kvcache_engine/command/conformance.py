@@ -166,7 +166,8 @@ def _run(backend: str, selection: Selection, quiet: bool, debug: bool) -> Run:
                 since.at(at)
                 bars.show("tests", count, total, f"{counts}  {since}")
             if lines is not None:
-                lines.tell(f"{counts} tests, at {since}" if total else "collecting the tests")
+                where = f", at {since}" if at else ""  # none between collection and the first test
+                lines.tell(f"{counts} tests{where}" if total else "collecting the tests")
 
         try:
             bars.wait("collecting")
