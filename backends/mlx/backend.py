@@ -19,6 +19,7 @@ from backends.mlx.arrays import MLX_DTYPES, from_host, from_mlx_dtype, scalar, s
 from backends.mlx.distributed import MlxGroup, join
 from backends.mlx.errors import device_errors
 from backends.mlx.formats import decoded, encoded
+from backends.mlx.host_attention import host_attention
 from backends.mlx.quantized import quantized_attention
 from backends.mlx.ragged import ragged_attention
 from backends.mlx.storage import SIZE_LIMIT, WAIT_BYTES, MlxStorage
@@ -170,13 +171,16 @@ class MlxBackend(BaseBackend):
         sinks: Any = None,
         formats: tuple[str, str] | None = None,
     ) -> Any:
-        """See ``ml.SupportsRaggedAttention``. On the CPU only for affine groups."""
+        """See ``ml.SupportsRaggedAttention``. On the CPU by numba, but for affine groups."""
         ctx.check("ragged_attention")
-        if formats is None and self.devices[0].kind == "cpu":
-            return None
         with device_errors("ragged_attention"):
             if formats is not None:
-                return quantized_attention(query, key, value, formats, plan, scale, sinks)
+                result = quantized_attention(query, key, value, formats, plan, scale, sinks)
+                if result is not None or self.devices[0].kind != "cpu":
+                    return result
+                return host_attention(query, key, value, formats, plan, scale, sinks)
+            if self.devices[0].kind == "cpu":
+                return host_attention(query, [key], [value], None, plan, scale, sinks)
             return ragged_attention(ctx, query, key, value, plan, scale, sinks)
 
     def rope(self, ctx: Any, x: Any, positions: Any, spec: RopeSpec) -> Any:

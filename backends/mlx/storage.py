@@ -89,8 +89,7 @@ class MlxStorage(Storage):
                 return self.array
             if math.prod(shape) == self.size:
                 return mx.reshape(self.array, shape, stream=stream)
-        if self.raw:
-            self._settle_layout()
+        self.settle()
         if math.prod(shape) > SIZE_LIMIT:  # a repeating view; MLX would crash
             raise DeviceError(f"read: {shape} has {math.prod(shape)} elements; MLX supports {SIZE_LIMIT}")
         view = mx.as_strided(self.array, shape, strides, offset, stream=stream)
@@ -170,8 +169,7 @@ class MlxStorage(Storage):
             raise ClosedError(
                 "write: the backend of this tensor is closed; open it again with ml.open_backend"
             )
-        if self.raw:
-            self._settle_layout()
+        self.settle()
         if self.borrowed:  # the write moves it to our own memory, or the lender has released it
             self.borrowed = False
             self.backend.allocations[id(self)] = (self.device, self.nbytes)
@@ -181,7 +179,9 @@ class MlxStorage(Storage):
             work.hold(self.read_at, value)
         self.written_at = work.epoch
 
-    def _settle_layout(self) -> None:
-        with self.work.lock:
-            self.array = mx.contiguous(self.array, stream=self.work.stream)
-            self.raw = False
+    def settle(self) -> None:
+        """Put the array in C order."""
+        if self.raw:
+            with self.work.lock:
+                self.array = mx.contiguous(self.array, stream=self.work.stream)
+                self.raw = False
