@@ -23,6 +23,8 @@ __all__ = ["Codes", "PoolOptions", "Storage", "padded"]
 _schedule: Any = mx.async_eval
 WORTH = 16
 """The least saving, in units of ``CacheConfig.call_bytes``; below it, one call over padded rows is faster."""
+LONG = 256
+"""From this many tokens on, the kernel of a CPU is faster than MLX's attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +242,8 @@ class Storage:
         return tensors[0].native, tensors[1].native
 
     def attends(self, layer: int, one: ForwardPass) -> bool:
-        """Whether ``attend`` reads less than ``get``: codes instead of floats, or no padding and no repeated
-        tokens.
+        """Whether ``attend`` is faster than attention over ``get``: on a CPU after ``LONG`` tokens, or if it
+        reads codes instead of floats, no padding, or no repeated tokens.
         """
         cache = self.attention_of(layer)
         if not self.asked or self.one_length or self._spec(layer).keys_only:
@@ -254,7 +256,8 @@ class Storage:
                     longest = max(longest, len(table.rows[seq]))
             saved = one.rows * longest - int(np.count_nonzero(seen))
             worth = WORTH * cache.config.call_bytes // cache.storage.buffers[layer].bytes_per_cell
-            one.attends[id(cache)] = self.format.plain is None or saved > worth
+            compiled = longest >= LONG and self.ctx.backend.devices[0].kind == "cpu"
+            one.attends[id(cache)] = self.format.plain is None or saved > worth or compiled
         return one.attends[id(cache)]
 
     def attend(self, layer: int, one: ForwardPass, queries: Any, scale: float, sinks: Any) -> Any:

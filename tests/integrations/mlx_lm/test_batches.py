@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -51,12 +52,17 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 # mlx-lm's own loops.
 
 
-@pytest.mark.parametrize("least", [storage.WORTH, -1], ids=["rows padded", "by attend"])
+@pytest.mark.parametrize(
+    ("least", "long"),
+    [(storage.WORTH, math.inf), (-1, math.inf), (storage.WORTH, 10)],
+    ids=["rows padded", "by attend", "by attend from the tenth token on"],
+)
 def test_batch_generation_gives_the_tokens_and_logits_of_mlx_lms_own_caches(
-    model: Any, least: float, monkeypatch: pytest.MonkeyPatch
+    model: Any, least: float, long: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five prompts of different lengths in batches of three, rows leaving and joining."""
     monkeypatch.setattr(storage, "WORTH", least)
+    monkeypatch.setattr(storage, "LONG", long)
     prompts = prompts_of(5, 19, 12, 3, 9)
     theirs = models.run_batch(model, prompts, None, 9, **SMALL)
     pool = CachePool(model, capacity=64, max_sequences=6)
@@ -69,21 +75,29 @@ def test_batch_generation_gives_the_tokens_and_logits_of_mlx_lms_own_caches(
 
 
 @pytest.mark.parametrize(
-    ("lengths", "shared", "dtype", "by_attend"),
+    ("lengths", "shared", "dtype", "long", "by_attend"),
     [
-        ((30, 31, 32), 0, None, False),
-        ((30, 400, 20), 0, None, True),
-        ((5, 6, 7), 300, None, True),
-        ((30, 31, 32), 0, "AFFINE8_32", True),
+        ((30, 31, 32), 0, None, storage.LONG, False),
+        ((30, 400, 20), 0, None, math.inf, True),
+        ((5, 6, 7), 300, None, math.inf, True),
+        ((30, 31, 32), 0, "AFFINE8_32", math.inf, True),
+        ((storage.LONG - 20,), 0, None, storage.LONG, False),
+        ((storage.LONG,), 0, None, storage.LONG, not mx.is_available(mx.gpu)),
     ],
-    ids=["rows of one length", "rows of many lengths", "rows that share a prefix", "codes"],
+    ids=["of one length", "of many lengths", "that share a prefix", "codes", "short", "long, on a CPU"],
 )
-def test_rows_read_their_own_cells_where_that_is_less(
-    lengths: tuple[int, ...], shared: int, dtype: Any, by_attend: bool, monkeypatch: pytest.MonkeyPatch
+def test_rows_read_their_own_cells_where_that_is_faster(
+    lengths: tuple[int, ...],
+    shared: int,
+    dtype: Any,
+    long: float,
+    by_attend: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And what is not attended to is never computed."""
     model = models.make_llama(head_dim=32)
     monkeypatch.setattr(storage, "WORTH", 0.05)
+    monkeypatch.setattr(storage, "LONG", long)
     pool = CachePool(model, capacity=800, max_sequences=6, dtype=dtype)
     first, prefix = pool.make_prompt_cache(), models.prompt_of(shared, seed=9) if shared else []
     if shared:

@@ -24,7 +24,9 @@ HEADS, KV_HEADS, DIM, V_DIM = 4, 2, 64, 32
 KERNELS = "by the kernels of numba"
 
 
-@pytest.fixture(params=["numpy", "torch", "mlx", f"numpy {KERNELS}", f"torch {KERNELS}"])
+@pytest.fixture(
+    params=["numpy", "torch", "mlx", *(f"{name} {KERNELS}" for name in ("numpy", "torch", "mlx"))]
+)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ml.Backend]:
     name, _, how = request.param.partition(" ")
     if not any(info.name == name and info.available for info in ml.available_backends()):
