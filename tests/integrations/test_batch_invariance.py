@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 import torch
 
-from kvcache.integrations.mlx_lm import MLXPrefixCache
+from kvcache.integrations.mlx_lm import MLXPrefixCache, storage
 from kvcache.integrations.transformers import HFPrefixCache
 
 from ..rigs import hf_models, mlx_lm_models
@@ -59,8 +59,15 @@ def mlx(kind: str, dtype: str) -> Iterator[tuple[Any, Callable[[Any, list[int]],
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["full", "window"])
-@pytest.mark.parametrize("runtime", [hf, mlx])
-def test_logits_are_those_of_an_empty_cache_whatever_is_found(runtime: Any, kind: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("runtime", "long"),
+    [(hf, 0), (mlx, storage.LONG), (mlx, 20)],
+    ids=["transformers", "mlx-lm", "mlx-lm, by the kernel from position 20 on"],
+)
+def test_logits_are_those_of_an_empty_cache_whatever_is_found(
+    runtime: Any, long: int, kind: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "LONG", long)
     options: dict[str, Any] = {
         "max_sequences": 3, "capacity": 96, "block_size": BLOCK, "interval": BLOCK, "batch_invariant": True
     }  # fmt: skip

@@ -24,7 +24,7 @@ _schedule: Any = mx.async_eval
 WORTH = 16
 """The least saving, in units of ``CacheConfig.call_bytes``; below it, one call over padded rows is faster."""
 LONG = 256
-"""From this many tokens on, the kernel of a CPU is faster than MLX's attention."""
+"""From this position on, the kernel of a CPU is faster than MLX's attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,21 +242,21 @@ class Storage:
         return tensors[0].native, tensors[1].native
 
     def attends(self, layer: int, one: ForwardPass) -> bool:
-        """Whether ``attend`` is faster than attention over ``get``: on a CPU after ``LONG`` tokens, or if it
+        """Whether ``attend`` is faster than attention over ``get``: on a CPU from ``LONG`` on, or if it
         reads codes instead of floats, no padding, or no repeated tokens.
         """
         cache = self.attention_of(layer)
         if not self.asked or self.one_length or self._spec(layer).keys_only:
             return False
         if id(cache) not in one.attends:
-            table, seen, longest = cache.storage.table, np.zeros(cache.cells, bool), 0
+            table, seen, longest, last = cache.storage.table, np.zeros(cache.cells, bool), 0, 0
             for seq in one.sequences:
                 if seq is not None:
                     seen[table.rows[seq].cells] = True
-                    longest = max(longest, len(table.rows[seq]))
+                    longest, last = max(longest, len(table.rows[seq])), max(last, table.rows[seq].last)
             saved = one.rows * longest - int(np.count_nonzero(seen))
             worth = WORTH * cache.config.call_bytes // cache.storage.buffers[layer].bytes_per_cell
-            compiled = longest >= LONG and self.ctx.backend.devices[0].kind == "cpu"
+            compiled = last >= LONG and self.ctx.backend.devices[0].kind == "cpu"
             one.attends[id(cache)] = self.format.plain is None or saved > worth or compiled
         return one.attends[id(cache)]
 
