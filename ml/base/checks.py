@@ -28,6 +28,8 @@ def number(op: str, name: str, value: Any) -> int | float:
         math.isfinite(value)  # text is refused, even if float() could parse it
         if isinstance(value, float):
             return float(value)
+        if isinstance(value, np.bool_):  # of which older versions of NumPy make an index with a warning
+            return int(value)
         try:
             return int(operator.index(value))
         except TypeError:

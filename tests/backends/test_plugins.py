@@ -66,10 +66,10 @@ def test_without_its_framework_the_probe_says_why_and_what_to_install(
 
 @pytest.mark.parametrize("name", ["numpy", "torch", "mlx"])
 def test_the_default_dtype_is_given_by_name_too_and_anything_else_refused(name: str) -> None:
+    torch = pytest.importorskip("torch")
     for dtype in ("bf16", "BF16", ml.DType.BF16):
         with ml.open_backend(name, dtype=dtype) as backend, backend.new_context() as ctx:
             assert ctx.from_numpy([1.0]).dtype is ml.DType.BF16
-    torch = pytest.importorskip("torch")
     for wrong in (torch.bfloat16, np.float32, "f99", "i32", ml.DType.I32, None):
         with pytest.raises(ml.DTypeError, match=r"open_backend: dtype=.*must be F32, F16 or BF16"):
             ml.open_backend(name, dtype=wrong)
