@@ -172,7 +172,7 @@ class MlxBackend(BaseBackend):
         formats: tuple[str, str] | None = None,
     ) -> Any:
         """See ``ml.SupportsRaggedAttention``. On the CPU by numba, but for affine groups."""
-        ctx.check("ragged_attention")
+        ctx.check("ragged_attention", query)
         with device_errors("ragged_attention"):
             if formats is not None:
                 result = quantized_attention(query, key, value, formats, plan, scale, sinks)

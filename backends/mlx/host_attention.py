@@ -11,6 +11,7 @@ import numpy as np
 from backends import cpu_attention
 from backends.cpu_attention import BITS, Array, Stored, address
 from backends.mlx.arrays import MLX_DTYPES, from_host
+from ml.base.checks import check_peers
 from ml.dtypes import DType
 from ml.ragged import RaggedPlan
 from ml.strided import contiguous_strides
@@ -31,13 +32,14 @@ def host_attention(
     """See ``ml.SupportsRaggedAttention``. K and V are read in place, after the work that they and the queries
     depend on, which is finished here. None without numba, and for operands that its kernels do not read.
     """
+    parts = [*key, *value]
+    check_peers("ragged_attention", query.backend, *parts, sinks)
     if formats is None:
         if not query.dtype is key[0].dtype is value[0].dtype:
             return None
         formats = query.dtype.name, query.dtype.name
     elif not BITS.keys() >= set(formats):
         return None
-    parts = [*key, *value]
     if (
         not query.dtype.is_float
         or any(0 in x.shape for x in (query, *parts))

@@ -519,6 +519,25 @@ def test_fused_rope_is_the_generic_rope_at_any_positions(
     assert backend.rope(ctx, x, positions, RopeSpec(16, scaling=YarnScaling(4.0, 4096))) is None
 
 
+def test_a_plan_is_not_attended_to_over_tensors_of_another_backend(ctx: MlxContext) -> None:
+    """Whose memory the CPU's kernels would read."""
+    plan = ml.RaggedPlan(1, np.array([[0, 0, 4, 0, 1]]), np.array([[0, 0, 4]]), np.zeros(0, np.int32))
+    own = ctx.zeros((4, 2, DIM), DType.F32)
+    with MlxBackend(device="cpu") as other, ml.open_backend("numpy") as numpy:
+        for there in (other, numpy):
+            foreign: Any = there.new_context().zeros((4, 2, DIM), DType.F32)
+            sinks: Any = there.new_context().zeros((2,), DType.F32)
+            query = own.slice(ctx, 0, 0, 1)
+            for call in (
+                (foreign.slice(there.new_context(), 0, 0, 1), own, own, plan, 1.0),
+                (query, foreign, own, plan, 1.0),
+                (query, own, foreign, plan, 1.0),
+                (query, own, own, plan, 1.0, sinks),
+            ):
+                with pytest.raises(ml.DeviceError, match="ragged_attention: a tensor of"):
+                    ctx.backend.ragged_attention(ctx, *call)
+
+
 def test_cache_config_asks_for_head_major_keys_and_no_needless_mask(backend: MlxBackend) -> None:
     config = backend.cache_config()
     assert (config.layout, config.elide_mask, config.mask_dtype) == ("head_major", True, DType.F32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from typing import Any
 
 import mlx.core as mx
@@ -23,8 +24,8 @@ __all__ = ["Codes", "PoolOptions", "Storage", "padded"]
 _schedule: Any = mx.async_eval
 WORTH = 16
 """The least saving, in units of ``CacheConfig.call_bytes``; below it, one call over padded rows is faster."""
-LONG = 256
-"""From this position on, the kernel of a CPU is faster than MLX's attention."""
+LONG = 256 if find_spec("numba") else math.inf
+"""From this position on, numba's kernel on a CPU is faster than MLX's attention."""
 
 
 @dataclass(frozen=True, slots=True)
