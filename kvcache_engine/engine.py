@@ -68,12 +68,9 @@ from kvcache_engine.scheduler import (
     Failed,
     Part,
     Request,
-    batch_of,
     chunks,
-    draws_of,
-    logprobs_of,
+    inputs_of,
     plan_sharing,
-    proposed_in,
     worth_waiting,
 )
 from kvcache_engine.streaming import Listener, Streams
@@ -544,13 +541,11 @@ class Engine(Closing):
         self._computed_by.clear()
         try:
             with self.ranks.telling() as telling, self.model.backend.new_context() as ctx:
-                here, batch = ctx.input(), batch_of(parts)
-                vocabulary = self.model.config.vocab_size
-                wanted, proposed = logprobs_of(parts), proposed_in(parts)
-                choice = Choice(here, draws_of(parts), vocabulary, wanted, proposed)
-                start_pass(self.model, ctx, batch, self.cache)
+                here, asked, vocabulary = ctx.input(), inputs_of(parts), self.model.config.vocab_size
+                choice = Choice(here, asked.draws, vocabulary, asked.logprobs, asked.proposed)
+                start_pass(self.model, ctx, asked.batch, self.cache)
                 telling.how = None  # the model reports them
-                logits = self.model.forward(ctx, batch, self.cache)
+                logits = self.model.forward(ctx, asked.batch, self.cache)
                 telling.how = self.ranks.abandon
                 chosen = choice(here, logits)
         except BaseException as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,8 @@ from kvcache_engine.requests import Finished
 from kvcache_engine.sampling import Proposed, Sampler
 
 __all__ = [
-    "Branch", "Failed", "Part", "Request", "batch_of", "chunks", "draws_of", "logprobs_of", "plan_sharing",
-    "proposed_in", "worth_waiting",
+    "Branch", "Failed", "Part", "PassInputs", "Request", "chunks", "inputs_of", "plan_sharing",
+    "worth_waiting",
 ]  # fmt: skip
 
 MIN_SHARED = 16
@@ -149,56 +149,46 @@ class Part:
         return self.branches or (Branch(self.request.session.seq),)
 
 
-def batch_of(parts: Sequence[Part]) -> Batch:
-    """The batch of one pass; outputs are requested for the parts that reach the end of their tokens, and for
-    their drafts.
+class PassInputs(NamedTuple):
+    """What one pass computes, and how each of its outputs is drawn."""
+
+    batch: Batch
+    draws: list[tuple[Sampler, int]]
+    """For each output, the sampler and the index of the draw that chooses its token."""
+    logprobs: list[int | None]
+    """For each output, for how many likely tokens log probabilities are requested."""
+    proposed: list[Proposed]
+    """The sampled draft tokens, each with the output that it guesses."""
+
+
+def inputs_of(parts: Sequence[Part]) -> PassInputs:
+    """One pass over ``parts``; those that reach the end of their tokens have an output there and after each
+    draft token.
     """
     positions: list[int] = []
     sequences: list[int] = []
     inputs: list[int] = []
     outputs: list[int] = []
+    made = PassInputs(Batch(positions, sequences, inputs=inputs, outputs=outputs), [], [], [])
     for part in parts:
         run = part.request.run
-        end = run.stored + part.count
+        begin, end = run.stored, run.stored + part.count
+        own = run.tokens[begin:end]
+        reached = end == len(run.tokens)
         for branch in part.tried:
-            size = part.count + len(branch.draft)
-            positions += range(run.stored, run.stored + size)
+            draft = branch.draft
+            size = part.count + len(draft)
+            positions += range(begin, begin + size)
             sequences += [branch.seq] * size
-            inputs += run.tokens[run.stored : end] + branch.draft
-            if end == len(run.tokens):
-                outputs += range(len(positions) - len(branch.draft) - 1, len(positions))
-    return Batch(positions, sequences, inputs=inputs, outputs=outputs)
-
-
-def draws_of(parts: Sequence[Part]) -> list[tuple[Sampler, int]]:
-    """For each output of ``batch_of(parts)``, the sampler and the index of the draw that chooses its
-    token.
-    """
-    return [(run.sampler, run.generated + i) for run, _, i in _outputs(parts)]
-
-
-def logprobs_of(parts: Sequence[Part]) -> list[int | None]:
-    """For each output of ``batch_of(parts)``, for how many likely tokens log probabilities are requested."""
-    return [run.settings.logprobs for run, _, _ in _outputs(parts)]
-
-
-def proposed_in(parts: Sequence[Part]) -> list[Proposed]:
-    """The sampled draft tokens, each with the output of ``batch_of(parts)`` that it guesses."""
-    return [
-        Proposed(row, branch.draft[i], branch.probabilities[i])
-        for row, (_, branch, i) in enumerate(_outputs(parts))
-        if branch.probabilities is not None and i < len(branch.draft)
-    ]
-
-
-def _outputs(parts: Sequence[Part]) -> Iterator[tuple[RequestState, Branch, int]]:
-    """For each output, its part, its branch, and the number of draft tokens before it."""
-    for part in parts:
-        run = part.request.run
-        if run.stored + part.count == len(run.tokens):
-            for branch in part.tried:
-                for i in range(len(branch.draft) + 1):
-                    yield run, branch, i
+            inputs += own
+            inputs += draft
+            for i in range(len(draft) + 1 if reached else 0):
+                if branch.probabilities is not None and i < len(draft):
+                    made.proposed.append(Proposed(len(outputs), draft[i], branch.probabilities[i]))
+                made.draws.append((run.sampler, run.generated + i))
+                made.logprobs.append(run.settings.logprobs)
+                outputs.append(len(positions) - len(draft) - 1 + i)
+    return made
 
 
 def chunks(requests: Iterable[Request], budget: int, prefix: PrefixCache) -> Iterator[Part]:

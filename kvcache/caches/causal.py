@@ -724,7 +724,7 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
 
     def foreign_pass(self) -> bool | None:
         forward = self._pass
-        if forward is None or forward.finished or not is_foreign(forward):
+        if not is_foreign(forward) or forward is None or forward.finished:
             return False
         return True if self._buffers else None
 

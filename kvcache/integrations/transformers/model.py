@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import itertools
 import json
 import math
 import os
@@ -145,13 +146,11 @@ class TransformersModel(DrivenModel):
         """Logits F32 (outputs, vocabulary) of one call of the model, which is one pass of the cache."""
         cache.start_forward(ctx, Batch(positions.tolist(), sequences.tolist()))
         passing = self._cache_of(cache)
-        starts = np.flatnonzero(np.diff(sequences, prepend=-1))
-        counts = np.diff(starts, append=len(sequences))
+        starts = [0, *(np.flatnonzero(sequences[1:] != sequences[:-1]) + 1).tolist()]
+        counts = [stop - start for start, stop in itertools.pairwise([*starts, len(sequences)])]
         rows = len(starts) if self.layout is not Layout.PACKED else 1
         tokens = len(sequences) // rows
-        passing.call = Call(
-            ctx, sequences[starts].tolist(), positions[starts].tolist(), counts.tolist(), rows, tokens
-        )
+        passing.call = Call(ctx, sequences[starts].tolist(), positions[starts].tolist(), counts, rows, tokens)
         arguments: dict[str, Any] = {
             "input_ids": self._ids(ids).view(rows, tokens),
             self._cache_name: passing,

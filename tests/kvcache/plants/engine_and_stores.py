@@ -9,7 +9,7 @@ import numpy as np
 
 from kvcache.stores import StoreUnavailableError
 
-from ..planting import NOTHING, Bug, Put, always, named
+from ..planting import NOTHING, Bug, Put, named
 
 
 def drafts_believed(f: Any, run: Any, chosen: Any, tried: Any, *rest: Any) -> Any:
@@ -64,6 +64,12 @@ def put_over(f: Any, self: Any, key: str, *rest: Any) -> Any:
     return f(self, key, *rest)
 
 
+def rolled(f: Any, parts: Any) -> Any:
+    asked = f(parts)
+    wrong = [replace(p, probabilities=np.roll(p.probabilities, 1)) for p in asked.proposed]
+    return asked._replace(proposed=wrong)
+
+
 BUGS: dict[str, list[Bug]] = {
     "tests/engine/test_speculative.py": [
         ("kvcache_engine.verification:Verifier.settle", "the_bundled_model",
@@ -93,9 +99,9 @@ BUGS: dict[str, list[Bug]] = {
         ("kvcache_engine.sampling:nn.RejectionSampler.__init__", "a_token_is_distributed[numpy",
          lambda f, self, ctx, draws, drafted, size: f(
              self, ctx, replace(draws, uniform=drafted.uniform), drafted, size)),
-        ("kvcache_engine.engine:proposed_in", "as_many_are_accepted[whole", always([])),
-        ("kvcache_engine.engine:proposed_in", "as_many_are_accepted[whole",
-         lambda f, parts: [replace(p, probabilities=np.roll(p.probabilities, 1)) for p in f(parts)]),
+        ("kvcache_engine.engine:inputs_of", "as_many_are_accepted[whole",
+         lambda f, parts: f(parts)._replace(proposed=[])),
+        ("kvcache_engine.engine:inputs_of", "as_many_are_accepted[whole", rolled),
     ],
     "tests/kvcache/stores/test_keys.py": [
         ("stores.keys:Chain.__init__", "one_changed_token_changes_every_key", each_block_alone),
