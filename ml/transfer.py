@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ml.capabilities import PageTransfer, SupportsTransfers
+from ml.capabilities import PageTransfer, SupportsHostMemory, SupportsTransfers
 from ml.errors import DeviceError, DTypeError, ReadOnlyError, ShapeError
 from ml.protocols import Backend, Context, Tensor
 from ml.strided import overlaps_itself
@@ -23,6 +23,11 @@ class _Done:
         """Nothing to wait for."""
 
     join = wait
+
+
+def in_host_memory(backend: Backend) -> bool:
+    """Whether all tensors of a backend lie in host memory, so that copies to it are made by the processor."""
+    return isinstance(backend, SupportsHostMemory) and all(one.kind == "cpu" for one in backend.devices)
 
 
 def pinned_memory(backend: Backend, nbytes: int) -> np.ndarray:

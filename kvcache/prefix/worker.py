@@ -3,7 +3,8 @@
 A snapshot that still lies in the cache is first copied within the device, so that its cells and slots are
 free immediately. The transfer to host memory, which is slow for a device with its own memory, is made by the
 device if the backend has ``SupportsTransfers`` (the thread only waits for it), otherwise by the thread. At
-most ``limit`` bytes are in transit; sending more blocks.
+most ``limit`` bytes are in transit; sending more blocks. Backends in host memory need neither the first copy
+nor the thread: the caller copies once.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kvcache.snapshots.snapshot import (
     tensors_of,
 )
 from kvcache.stores.serialized_snapshot import SerializedSnapshot
+from ml.transfer import in_host_memory
 
 __all__ = ["OffloadJob", "OffloadWorker"]
 
@@ -104,6 +106,7 @@ class OffloadWorker:
         pages = isinstance(backend, ml.SupportsTransfers) and backend.pinned_memory(0) is not None
         self._pages = cast("ml.SupportsTransfers", backend) if pages else None
         self._far = any(device.kind != "cpu" for device in backend.devices)
+        self._near = not pages and in_host_memory(backend)
         self._sent: deque[OffloadJob] = deque()
         self._finished: deque[OffloadJob] = deque()
         self._changed = threading.Condition()
@@ -114,6 +117,11 @@ class OffloadWorker:
 
         It is detached first; if the device refuses that, the error is raised and nothing is sent.
         """
+        if self._near:
+            job = OffloadJob(snapshot, owner)
+            job.serialized, job.snapshot = serialize(self._backend, snapshot), None
+            self._finished.append(job)
+            return job
         snapshot.detach()
         job = OffloadJob(snapshot, owner)
         with self._changed:

@@ -27,7 +27,7 @@ from kvcache.snapshots.snapshot import (
 )
 from kvcache.storage.formats import CacheFormat
 from kvcache.stores.serialized_snapshot import SerializedSnapshot
-from ml.transfer import page_out
+from ml.transfer import in_host_memory, page_out
 
 __all__ = ["begin_serialize", "deserialize", "serialize", "serialized_nbytes"]
 
@@ -52,7 +52,7 @@ def serialize(backend: ml.Backend, snapshot: Snapshot) -> SerializedSnapshot:
     ...     cache.close()
     attention True 3
     """
-    begun = _copied(backend, snapshot, functools.partial(page_out, backend))
+    begun = _copied(backend, snapshot, functools.partial(page_out, backend), in_host_memory(backend))
     assert begun is not None
     begun[1].wait()
     return begun[0]
@@ -76,9 +76,11 @@ def _copied(
     backend: ml.Backend,
     snapshot: Snapshot,
     copy: Callable[[ml.Context, Sequence[ml.Tensor]], Copies | None],
+    views: bool = False,
 ) -> tuple[SerializedSnapshot, ml.PageTransfer] | None:
+    """``views``: what lies in the cache is copied from there, without another copy first."""
     with backend.new_context() as ctx:
-        writer = _Writer(ctx)
+        writer = _Writer(ctx, views)
         meta = writer.encode(snapshot)
         begun = copy(ctx, [*writer.tensors.values()])
     if begun is None:
@@ -107,8 +109,8 @@ def deserialize(backend: ml.Backend, serialized: SerializedSnapshot) -> Snapshot
 
 
 class _Writer:
-    def __init__(self, ctx: ml.Context) -> None:
-        self.ctx = ctx
+    def __init__(self, ctx: ml.Context, views: bool) -> None:
+        self.ctx, self.views = ctx, views
         self.arrays: dict[str, np.ndarray] = {}
         """All arrays in order; those of ``tensors`` are still to be copied."""
         self.tensors: dict[str, ml.Tensor] = {}
@@ -143,7 +145,7 @@ class _Writer:
                 layer.activations.name,
                 [self._tensor(f"{at}{i}.{n}", t) for n, t in enumerate(layer.tensors)],
             ]
-            for i, layer in snapshot.read().items()
+            for i, layer in snapshot.read(self.views).items()
         ]
         shapes = snapshot.shapes() if layers else {}
         kept = {"keep": snapshot.keep} if snapshot.keep else {}

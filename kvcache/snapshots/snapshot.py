@@ -164,8 +164,9 @@ class InCache:
         self.check()
         return InCache(self.backend, self.table, self.buffers, self.pin.cells[start:stop].copy())
 
-    def read(self) -> dict[int, LayerSnapshot]:
-        """Copies of the data, in the layers that have all of it.
+    def read(self, views: bool = False) -> dict[int, LayerSnapshot]:
+        """Copies of the data, in the layers that have all of it; with ``views``, views of it if the cells
+        are a run.
 
         Raises OrderError if the current pass has not put some of it yet.
         """
@@ -178,7 +179,7 @@ class InCache:
         self.table.join_arrivals(self.pin.cells)
         taken, cells = self.table.taken, self.pin.cells
         whole = {i: layer for i, layer in self.buffers.items() if layer.lacks(taken, cells) is None}
-        return read_layers(self.backend, whole, cells)
+        return read_layers(self.backend, whole, cells, views)
 
 
 class AttentionSnapshot:
@@ -270,9 +271,12 @@ class AttentionSnapshot:
         else:
             self.detach()
 
-    def read(self) -> Layers:
-        """Its layers, copied if they lie in the cache; the snapshot itself stays there."""
-        return self._layers if self.source is None else self.source.read()
+    def read(self, views: bool = False) -> Layers:
+        """Its layers, copied if they lie in the cache; the snapshot itself stays there.
+
+        With ``views``, they may be views of its cells, which nothing writes while it lies there.
+        """
+        return self._layers if self.source is None else self.source.read(views)
 
     def shapes(self) -> dict[int, LayerShape]:
         """The shape that each layer stores for a token."""
@@ -490,18 +494,22 @@ def check_following(parent: Snapshot, child: Snapshot) -> None:
 
 
 def read_layers(
-    backend: ml.Backend, buffers: Mapping[int, LayerBuffers], cells: np.ndarray
+    backend: ml.Backend, buffers: Mapping[int, LayerBuffers], cells: np.ndarray, views: bool = False
 ) -> dict[int, LayerSnapshot]:
-    """Copies of ``cells`` in all layers; no layers if there are no cells."""
+    """Copies of ``cells`` in all layers, or ``views`` of a run of them; no layers if there are no cells."""
     if not cells.size:
         return {}
     is_run = bool((np.diff(cells) == 1).all())
     with backend.new_context() as ctx:
         where = int(cells[0]) if is_run else ctx.from_numpy(cells, ml.DType.I32)
-        layers = {
-            i: LayerSnapshot(own.read_stored(ctx.layer(i), where, cells.size), own.activations, own.shape)
-            for i, own in buffers.items()
-        }
+        layers = {}
+        for i, own in buffers.items():
+            place = ctx.layer(i)
+            if views and isinstance(where, int):
+                parts = own.stored_views(place, where, cells.size)
+            else:
+                parts = own.read_stored(place, where, cells.size)
+            layers[i] = LayerSnapshot(parts, own.activations, own.shape)
         ctx.compute(*tensors_of(layers))
     return layers
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -73,6 +74,30 @@ def test_the_caller_copies_nothing_to_host_memory_unless_told_to(backend: ml.Bac
         r.prefix.flush()
         assert set(way.taken) == expected
         assert ("leaving" in r.prefix.nbytes) is (in_flight > 0)
+        r.prefix.close()
+
+
+class Counted(dict[int, tuple[int, int]]):
+    """Of a backend's allocations, the bytes of all that are made."""
+
+    made = 0
+
+    def __setitem__(self, key: int, found: tuple[int, int]) -> None:
+        self.made += found[1]
+        super().__setitem__(key, found)
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch", "mlx"])
+def test_what_leaves_host_memory_for_host_memory_is_copied_once(open_any: Any, name: str) -> None:
+    with open_any(name) as backend:
+        r = Rig(ConversationSetup(), backend, tiers=[HostTier()])
+        r.keep(LONG)
+        backend.allocations = counted = Counted(backend.allocations)
+        assert r.prefix.evict() == 1
+        assert counted.made == 0, "the backend copies nothing within its own memory first"
+        assert r.keep([*LONG, 1]) == 20
+        assert r.prefix.stats.host == 20
+        assert counted.made > 0
         r.prefix.close()
 
 

@@ -19,7 +19,7 @@ from kvcache.prefix.session import SessionReplacedError
 from kvcache.prefix.tiers import HostTier, StoreTier
 from kvcache.stores import MemoryStore
 from kvcache.stores import keys as stores_keys
-from kvcache.testing.rigs.protocol import InjectedError
+from kvcache.testing.rigs.protocol import InjectedError, only_protocol
 
 from ...rigs.child_processes import child, finished
 from .rigs.conversing import LONG, STATEFUL, ConversationSetup, Rig, Talk, some_caches
@@ -171,9 +171,9 @@ def test_a_cache_that_was_closed_first_takes_nothing_along(talk: Talk) -> None:
 
 @pytest.mark.parametrize("tier", [HostTier(), MemoryStore()])
 def test_a_thread_that_cannot_be_started_is_an_error_and_no_wait(
-    talk: Talk, tier: Any, monkeypatch: pytest.MonkeyPatch
+    backend: ml.Backend, tier: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    r = talk(tiers=[tier])
+    r = Rig(ConversationSetup(), only_protocol(backend), tiers=[tier])
     r.keep(LONG)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("told to fail")))
