@@ -141,6 +141,8 @@ class MlxKVStore:
                     # local variable; otherwise MLX would copy the buffer.
                     storage.array[index] = new_key
                     other.array[index] = new_value
+                if count == self._rows:
+                    storage.raw = other.raw = True  # MLX takes a value that covers everything as it lies
                 work.defer_pair(keys.ref, values.ref, count * self._bytes)
         except MLX_ERRORS:
             return False
@@ -198,6 +200,7 @@ class MlxQuantizedStore:
                     if not half.storage.claim():
                         half.storage.prepare_write(new)
                     half.storage.array[(*half.before, slice(start, start + count))] = new
+                    half.storage.raw = count == self._rows  # as in MlxKVStore
                 nbytes = sum(new.nbytes for new in encoded)
                 work.defer_pair(halves[0].ref, halves[1].ref, nbytes)
                 work.defer_pair(halves[2].ref, halves[3].ref, 0)

@@ -131,6 +131,23 @@ def test_much_written_data_is_not_left_waiting(
     assert backend.work.epoch == before + 1
 
 
+def test_what_a_write_of_everything_leaves_is_the_hosts_to_write(backend: MlxBackend, ctx: MlxContext) -> None:
+    key, value = (ctx.zeros((2, 4, 8), DType.F32).permute(ctx, 1, 0, 2) for _ in range(2))
+    store = backend.kv_store(key, value)
+    assert store is not None
+    given = np.arange(64, dtype=np.float32).reshape(4, 2, 8)
+    new = ctx.from_numpy(given)
+    assert store.write(ctx, 0, 4, new, new)
+    np.testing.assert_array_equal(key.to_numpy(), given)
+    place = backend.overwrite(ctx, key)
+    assert place is not None
+    place[...] = 2 * given
+    del place
+    np.testing.assert_array_equal(key.to_numpy(), 2 * given)
+    np.testing.assert_array_equal(new.to_numpy(), given)
+    np.testing.assert_array_equal(value.to_numpy(), given)
+
+
 def test_a_write_waits_for_readers_in_flight_instead_of_copying(backend: MlxBackend, ctx: MlxContext) -> None:
     cells, token = cells_of(ctx), ctx.full((1, HEADS, DIM), 1, DType.F32)
     query = ctx.full((1, HEADS, DIM), 0.1, DType.F32)

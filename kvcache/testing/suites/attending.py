@@ -51,6 +51,17 @@ class AttendingTests(CacheCase):
         assert r.cache.attend(r.ctx, query, 1.0).dtype is DType.F32
 
     @attends
+    @every_arrangement
+    def test_a_pass_that_fills_every_cell_may_be_repeated(
+        self, rig: MakeRig, arranged: ml.CacheConfig
+    ) -> None:
+        r = rig(max_sequences=1, capacity=16, max_batch=16, config=arranged, layers=2)
+        for seed in range(3):
+            r.forward(range(16), 0)
+            r.check_attend(seed)
+            r.remove(0, 0)
+
+    @attends
     @every_kind
     def test_after_sharing_removing_and_moving(self, rig: MakeRig, kind: Setup) -> None:
         r = rig(kind, max_sequences=3, capacity=12, layers=2)
