@@ -256,7 +256,9 @@ class Cache(Protocol):
         """Use ``config`` instead of the backend's own; before the first ``start_forward``."""
 
     def close(self) -> None:
-        """Release the tensors; afterwards, every call except ``init`` raises ClosedError."""
+        """Release the tensors; afterwards, all calls but those before a pass (``init``, ``set_config``,
+        ``set_layer``) raise ClosedError.
+        """
 
     def start_forward(
         self, ctx: ml.Context, batch: Batch, reserve: bool = False, *, read_only: bool = False

@@ -33,7 +33,10 @@ class CapacityError(RunnerError):
     """A cache, or a model with its cache, that is larger than the available memory."""
 
 
-def check_whole(owner: str, name: str, value: object, least: int, note: str = "") -> None:
-    """Raise RequestError unless an option is a whole number >= ``least``; ``note`` ends the message."""
+def check_whole(owner: str, name: str, value: object, least: int, note: str = "") -> int:
+    """An option as an int; RequestError unless it is a whole number >= ``least``. ``note`` ends the
+    message.
+    """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise RequestError(f"{owner}: {name}={value!r}; it must be a whole number of at least {least}{note}")
+    return int(value)

@@ -73,11 +73,11 @@ class EngineOptions:
             except StoreValueError as error:
                 raise RequestError(str(error)) from None
         for name in ("read_ahead", "backlog"):
-            check_whole("EngineOptions", name, getattr(self, name), 0)
+            object.__setattr__(self, name, check_whole("EngineOptions", name, getattr(self, name), 0))
 
     def _check_positive(self, *names: str) -> None:
         for name in names:
-            check_whole(type(self).__name__, name, getattr(self, name), 1)
+            object.__setattr__(self, name, check_whole(type(self).__name__, name, getattr(self, name), 1))
 
     def capacity_for(self, config: ModelSizes) -> int:
         return min(config.max_positions, 4096) if self.capacity is None else self.capacity

@@ -50,9 +50,11 @@ class GenerationOptions:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        check_whole("GenerationOptions", "max_new_tokens", self.max_new_tokens, 1)
+        most = check_whole("GenerationOptions", "max_new_tokens", self.max_new_tokens, 1)
+        object.__setattr__(self, "max_new_tokens", most)
         if self.logprobs is not None:
-            check_whole("GenerationOptions", "logprobs", self.logprobs, 0, ", or None")
+            count = check_whole("GenerationOptions", "logprobs", self.logprobs, 0, ", or None")
+            object.__setattr__(self, "logprobs", count)
         if not _are_stops(self.stop):
             raise RequestError(
                 f"GenerationOptions: stop={self.stop!r}; it must be a sequence of non-empty strings"

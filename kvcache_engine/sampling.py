@@ -58,12 +58,11 @@ class Sampler:
             raise RequestError(
                 f"Sampler: min_p={min_p!r}; it must be a number in [0, 1] (0 keeps every token)"
             )
-        check_whole("Sampler", "top_k", top_k, 0, " (0 keeps every token)")
+        self.top_k = check_whole("Sampler", "top_k", top_k, 0, " (0 keeps every token)")
         for name, value in (("seed", seed), ("stream", stream)):
             if value is not None:
                 check_whole("Sampler", name, value, 0)
         self.temperature = temperature
-        self.top_k = top_k
         self.top_p, self.min_p = top_p, min_p
         self.seed = secrets.randbits(32) if seed is None else seed
         self._draws, self.drafting, self.accepting = (

@@ -68,7 +68,7 @@ class DenseBatch:
                 f"DenseBatch: {type(cache).__name__} has no cells of its own; it must be a CausalCache or "
                 "one of its kinds (of a WrapperCache, one of its caches)"
             )
-        check_whole("DenseBatch", "begin", begin)
+        begin = check_whole("DenseBatch", "begin", begin)
         self._cache, table = cache, cache.storage.table
         self._rows = _rows_of(table, sequences)
         self._checked = () if unwritten else self._rows
@@ -173,7 +173,7 @@ class DenseBatch:
                 f"visible_columns: positions {np.shape(positions)}; they must be ({len(self._rows)}, tokens)"
             )
         if window is not None:
-            check_whole("visible_columns", "window", window)
+            window = check_whole("visible_columns", "window", window)
         lower = narrowed(self._cache.lower_bound(), window)
         stop = np.empty_like(positions)
         first = np.zeros_like(positions)

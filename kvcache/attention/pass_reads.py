@@ -41,7 +41,7 @@ class PassReads:
         many positions before it. Raises OrderError in another thread than the pass's.
         """
         if window is not None:
-            check_whole("PassReads.mask", "window", window)
+            window = check_whole("PassReads.mask", "window", window)
         forward, history = self._shared("mask", ctx)
         lower, lifted = narrowed(forward.reading.lower, window), forward.reading.lifted
         elided = history.elided(lower, lifted)

@@ -368,9 +368,9 @@ class BoundCache(PreparedCalls[S], Generic[P, S]):
         self._bound("max_sequences")
         return self._max_sequences
 
-    def _check_init(self, backend: object, dtype: CacheDType, **sizes: int) -> CacheFormat:
-        """The format of K and V. Refuses to bind twice, an object that is not a backend, a dtype that cannot
-        be stored, and sizes below 1.
+    def _check_init(self, backend: object, dtype: CacheDType, **sizes: int) -> tuple[CacheFormat, list[int]]:
+        """The format of K and V, and the sizes. Refuses to bind twice, an object that is not a backend, a
+        dtype that cannot be stored, and sizes below 1.
         """
         if self._backend is not None:
             raise OrderError("init: the cache is already initialized; close it first")
@@ -379,9 +379,7 @@ class BoundCache(PreparedCalls[S], Generic[P, S]):
                 f"init: backend={backend!r:.60}; it must be an open backend, as ml.open_backend gives one"
             )
         stored = CacheFormat.of(dtype)
-        for name, value in sizes.items():
-            check_whole("init", name, value, least=1)
-        return stored
+        return stored, [check_whole("init", name, value, least=1) for name, value in sizes.items()]
 
     @staticmethod
     def _check_stored(backend: ml.Backend, stored: CacheFormat) -> None:
@@ -413,7 +411,7 @@ class BoundCache(PreparedCalls[S], Generic[P, S]):
         if current is not None and current.thread != get_ident():
             check_thread("set_layer", current.thread)
         if type(layer) is not int or layer < 0:
-            check_whole("set_layer", "layer", layer)
+            layer = check_whole("set_layer", "layer", layer)
         self._layer = layer
 
     def settings(self) -> dict[str, object]:

@@ -111,9 +111,9 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         when tokens move, max(``max_batch``, 32) of them are re-encoded at a time.
         """
         sizes = {"max_sequences": max_sequences, "capacity": capacity, "max_batch": max_batch}
-        self._dtype = self._check_init(backend, dtype, **sizes)
+        self._dtype, whole = self._check_init(backend, dtype, **sizes)
         self._check_stored(backend, self._dtype)
-        self._max_sequences, self._capacity, self._max_batch = max_sequences, capacity, max_batch
+        self._max_sequences, self._capacity, self._max_batch = whole
         self._backend = backend
         try:
             self._make_table()
@@ -515,7 +515,7 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         Tokens removed by ``evict`` are not considered missing; see ``resume_point``.
         """
         self._check_sequence("can_resume", seq)
-        check_whole("can_resume", "position", position)
+        position = check_whole("can_resume", "position", position)
         return not self._table.rows[seq].lost
 
     def resume_point(self, seq: int, position: int) -> int:
@@ -524,7 +524,7 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         It directly follows a stored token, so that it becomes the ``offset`` of a sequence that is cut there.
         """
         self.offset(seq)  # refuses an unknown sequence
-        check_whole("resume_point", "position", position)
+        position = check_whole("resume_point", "position", position)
         row = self._table.rows[seq]
         below = row.index(position)
         reached = int(row.positions[below - 1]) + 1 if below else 0

@@ -128,7 +128,8 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
         """Bind to ``backend``. ``capacity`` does not limit an encoder's output, which has a length of its
         own.
         """
-        asked = self._check_init(backend, dtype, max_sequences=max_sequences, capacity=capacity)
+        sizes = {"max_sequences": max_sequences, "capacity": capacity, "max_batch": max_batch}
+        asked, (max_sequences, *_) = self._check_init(backend, dtype, **sizes)
         # An encoder's output is read whole at every step: a quantized one would be decoded every time.
         self._stored = ml.DType.F16 if asked.plain is None else asked.plain
         self._dtype = CacheFormat.of(self._stored)
@@ -401,7 +402,7 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
     def resume_point(self, seq: int, position: int) -> int:
         """``position`` itself, since an encoder's output serves every later token."""
         self.can_resume(seq, position)
-        return position
+        return int(position)
 
     # Snapshots.
 
@@ -412,10 +413,10 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
         """
         self._check_sequence("snapshot", seq)
         entry = self._entries.get(seq)
-        check_whole("snapshot", "begin", begin)
+        begin = check_whole("snapshot", "begin", begin)
         if end is None:
             end = begin if entry is None else max(begin, entry.position + 1)
-        check_whole("snapshot", "end", end)
+        end = check_whole("snapshot", "end", end)
         if end < begin:
             raise InvalidRangeError(f"snapshot: [{begin}, {end}); the range must satisfy 0 <= begin <= end")
         entry = _without(entry, end)
@@ -463,7 +464,7 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
     def split(self, snapshot: EncoderSnapshot, at: int) -> tuple[EncoderSnapshot | None, EncoderSnapshot]:
         """Split ``[a, c)`` into ``[a, at)`` and ``[at, c)``; the output stays with its token."""
         check_kind("split", self, EncoderSnapshot, [snapshot])
-        check_inside(snapshot, at)
+        at = check_inside(snapshot, at)
         if at == snapshot.begin:
             return None, snapshot
         empty = EncoderSnapshot(snapshot.begin, snapshot.end, None, 0, {})
@@ -508,9 +509,7 @@ def _lengths(count: int, total: int, lengths: Sequence[int] | None) -> list[int]
         if total % count:
             raise InvalidRangeError(f"put: {total} rows for {count} sequences; pass lengths=")
         return [total // count] * count
-    for size in lengths:
-        check_whole("put", "lengths", size)
-    sizes = [int(size) for size in lengths]
+    sizes = [check_whole("put", "lengths", size) for size in lengths]
     if len(sizes) != count or sum(sizes) != total:
         raise InvalidRangeError(f"put: lengths={sizes} for {total} rows of {count} sequences")
     return sizes

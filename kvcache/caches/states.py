@@ -104,15 +104,15 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
         skips: bool = False,
     ) -> None:
         super().__init__()
-        check_whole("StateCache", "checkpoints", checkpoints)
-        check_whole("StateCache", "checkpoint_interval", checkpoint_interval, least=1)
+        self._checkpoints = check_whole("StateCache", "checkpoints", checkpoints)
+        self._interval = check_whole("StateCache", "checkpoint_interval", checkpoint_interval, least=1)
         self.delivers = delivers
         """Whether the model delivers requested states inside a batch, so that a batch may end anywhere."""
         self._specs = StateSpecs(states or {})
         self._wants: dict[int, tuple[int, ...]] = {}
         self.snapshots: StateSnapshots = StateSnapshots()
         """Takes and restores snapshots of sequences."""
-        self._checkpoints, self._interval, self._skips = checkpoints, checkpoint_interval, skips
+        self._skips = skips
         self._activations = dtype
         self._states = self.snapshots.states
 
@@ -127,10 +127,9 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
         States have a fixed size, so ``capacity`` and ``max_batch`` have no effect.
         """
         sizes = {"max_sequences": max_sequences, "capacity": capacity, "max_batch": max_batch}
-        self._dtype = self._check_init(backend, dtype, **sizes)
-        self._max_sequences = max_sequences
+        self._dtype, (self._max_sequences, *_) = self._check_init(backend, dtype, **sizes)
         declared = None if self._skips else self._specs.by_layer
-        self._states = StateTable(max_sequences, backend, self._checkpoints, self._interval, declared)
+        self._states = StateTable(self._max_sequences, backend, self._checkpoints, self._interval, declared)
         self._specs.bind(self._activations or CacheFormat.of(dtype).plain or ml.DType.F32)
         self.snapshots.bind(self._states, self._specs)
         self._backend, self._closed = backend, False
@@ -353,10 +352,7 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
         ``copy_prefix`` and ``restore`` discard the requests of the sequences that they change.
         """
         self.offset(seq)
-        wanted = tuple(positions)
-        for position in wanted:
-            check_whole("want_states", "position", position)
-        self._wants[seq] = wanted
+        self._wants[seq] = tuple(check_whole("want_states", "position", one) for one in positions)
 
     def wanted_states(self) -> Mapping[int, tuple[int, ...]]:
         """For each sequence, the numbers of its tokens in this pass after which its state is requested,
@@ -462,12 +458,12 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
         sequence.
         """
         self._check_sequence("prepare_restore", seq)
-        check_whole("prepare_restore", "position", position)
+        position = check_whole("prepare_restore", "position", position)
         return self._states.row_before(seq, position).offset or None
 
     def can_resume(self, seq: int, position: int) -> bool:
         """Whether the state at exactly ``position`` is available, or ``position`` is 0."""
-        return (self.prepare_restore(seq, position) or 0) == position or position == 0
+        return bool((self.prepare_restore(seq, position) or 0) == position)
 
     def resume_point(self, seq: int, position: int) -> int:
         """The last position up to ``position`` whose state is available; 0 if there is none."""

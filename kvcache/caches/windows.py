@@ -59,11 +59,10 @@ class SlidingWindowCache(CausalCache):
         keep: int = 0,
     ) -> None:
         super().__init__(shift, shift_extra=shift_extra)
-        check_whole("SlidingWindowCache", "window", window)
-        check_whole("SlidingWindowCache", "keep", keep)
-        check_whole("SlidingWindowCache", "memory", window if memory is None else memory, least=window)
-        self.window, self.keep = window, keep
-        self.memory = window if memory is None else memory
+        op = "SlidingWindowCache"
+        self.window = window = check_whole(op, "window", window)
+        self.keep = keep = check_whole(op, "keep", keep)
+        self.memory = check_whole(op, "memory", window if memory is None else memory, least=window)
         self._unlimited = self._warned = False
         self._kept = self.memory
         self._lower = LowerBound(partial(_behind, window), keep)
@@ -120,7 +119,7 @@ class SlidingWindowCache(CausalCache):
     def can_resume(self, seq: int, position: int) -> bool:
         """Whether the whole window before ``position`` is stored, and at least one token."""
         return super().can_resume(seq, position) and self._window().reaches(
-            self._table.rows[seq].positions, position
+            self._table.rows[seq].positions, int(position)
         )
 
     @property
@@ -168,9 +167,8 @@ class ChunkedCache(CausalCache):
         shift_extra: ExtraShiftFunction | None = None,
     ) -> None:
         super().__init__(shift, shift_extra=shift_extra)
-        check_whole("ChunkedCache", "chunk", chunk, least=1)
-        self.chunk = chunk
-        self._lower = LowerBound(partial(_chunk_of, chunk))
+        self.chunk = check_whole("ChunkedCache", "chunk", chunk, least=1)
+        self._lower = LowerBound(partial(_chunk_of, self.chunk))
 
     def settings(self) -> dict[str, object]:
         return {**super().settings(), "chunk": self.chunk}

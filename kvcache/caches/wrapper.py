@@ -301,7 +301,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
     def resume_point(self, seq: int, position: int) -> int:
         """The last position up to ``position`` from which all caches can continue exactly; 0: none."""
         keepers = self._keepers("resume_point")
-        check_whole("resume_point", "position", position)
+        position = check_whole("resume_point", "position", position)
         while position > 0:
             lower = min(cache.resume_point(seq, position) for cache in keepers)
             if lower == position:
@@ -332,7 +332,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
         """Where ``remove(seq, position)`` would go: the earliest position that one of the caches goes back
         to.
         """
-        check_whole("prepare_restore", "position", position)
+        position = check_whole("prepare_restore", "position", position)
         return self._reached(seq, min(position, self.offset(seq))) or None
 
     def _reached(self, seq: int, position: int) -> int:
@@ -397,8 +397,8 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
     @one_thread
     def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> WrapperSnapshot:
         """A snapshot of every wrapped cache over ``[begin, end)``; None: to the sequence's end."""
-        end = self.offset(seq) if end is None else end
-        check_whole("snapshot", "end", end)
+        begin = check_whole("snapshot", "begin", begin)
+        end = self.offset(seq) if end is None else check_whole("snapshot", "end", end)
         for cache in self._positioned:
             if cache.offset(seq) < end <= self.offset(seq):
                 raise NotSupportedError(
@@ -457,7 +457,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
     def split(self, snapshot: WrapperSnapshot, at: int) -> tuple[WrapperSnapshot | None, WrapperSnapshot]:
         """Split at a position; (None, snapshot) if the content of one of the caches is indivisible."""
         keepers = self._takers("split", [snapshot])
-        check_inside(snapshot, at)
+        at = check_inside(snapshot, at)
         if at == snapshot.begin or not snapshot.divisible:
             return None, snapshot
         pairs = [cache.split(part, at) for cache, part in zip(keepers, snapshot.parts, strict=True)]

@@ -67,7 +67,8 @@ class PrefixOptions:
     """
 
     def __post_init__(self) -> None:
-        check_whole("PrefixOptions", "interval", self.interval, least=1)
+        interval = check_whole("PrefixOptions", "interval", self.interval, least=1)
+        object.__setattr__(self, "interval", interval)
         for name in ("in_flight", "backlog", "read_ahead"):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), f"PrefixOptions: {name}"))
         budget, layers = self.tenant_budget, self.layers

@@ -208,7 +208,7 @@ class Session:
         This matters only for models with recurrent layers that do not deliver states inside a batch: if a
         batch does not end there, prompts that diverge there resume from an earlier position.
         """
-        check_whole("chunks", "size", size, least=1)
+        size = check_whole("chunks", "size", size, least=1)
         at = self.cached
         while at < self._prompt:
             self._check("chunks")
@@ -256,7 +256,7 @@ class Session:
         """
         self._check_open("rewind")
         tokens = self.encoded()
-        check_whole("rewind", "length", length)
+        length = check_whole("rewind", "length", length)
         if length > tokens.size:
             raise InvalidRangeError(f"rewind: to {length}; the session has {tokens.size} tokens")
         trusted = min(length, int(self.computed().size))

@@ -139,9 +139,8 @@ class AttentionSnapshots:
         """See ``CausalCache.snapshot``."""
         storage, window, row = self.storage, self.window, self.storage.table.rows[seq]
         offset = row.last + 1
-        end = offset if end is None else end
-        check_whole("snapshot", "begin", begin)
-        check_whole("snapshot", "end", end)
+        begin = check_whole("snapshot", "begin", begin)
+        end = offset if end is None else check_whole("snapshot", "end", end)
         if not begin <= end <= offset:
             raise InvalidRangeError(
                 f"snapshot: [{begin}, {end}) of sequence {seq}; the range must satisfy 0 <= begin <= "
@@ -444,7 +443,7 @@ class AttentionSnapshots:
         self, snapshot: AttentionSnapshot, at: int
     ) -> tuple[AttentionSnapshot | None, AttentionSnapshot]:
         """Split ``[a, c)`` into ``[a, at)`` and ``[at, c)``; (None, snapshot) for a window, or at ``a``."""
-        check_inside(snapshot, at)
+        at = check_inside(snapshot, at)
         if snapshot.whole or at == snapshot.begin:
             return None, snapshot
         positions = snapshot.positions

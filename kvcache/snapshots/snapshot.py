@@ -472,11 +472,12 @@ def check_kind(op: str, cache: object, kind: type, snapshots: Sequence[object]) 
             )
 
 
-def check_inside(snapshot: Snapshot, at: int) -> None:
-    """Raise InvalidRangeError unless ``at`` lies within the snapshot or at one of its ends."""
-    check_whole("split", "at", at)
+def check_inside(snapshot: Snapshot, at: int) -> int:
+    """``at`` as an int; InvalidRangeError unless it lies within the snapshot or at one of its ends."""
+    at = check_whole("split", "at", at)
     if not snapshot.begin <= at <= snapshot.end:
         raise InvalidRangeError(f"split: at {at}; the snapshot is [{snapshot.begin}, {snapshot.end})")
+    return at
 
 
 def replaces(child: Snapshot, parent: Snapshot) -> bool:

@@ -59,9 +59,8 @@ class StateSnapshots:
     def snapshot(self, seq: int, begin: int = 0, end: int | None = None) -> StateSnapshot:
         """See ``StateCache.snapshot``."""
         row = self.states.rows[seq]
-        end = row.offset if end is None else end
-        check_whole("snapshot", "begin", begin)
-        check_whole("snapshot", "end", end)
+        begin = check_whole("snapshot", "begin", begin)
+        end = row.offset if end is None else check_whole("snapshot", "end", end)
         if not begin <= end <= row.offset:
             raise InvalidRangeError(
                 f"snapshot: [{begin}, {end}) of sequence {seq}; the range must satisfy 0 <= begin <= "
@@ -145,5 +144,5 @@ class StateSnapshots:
 
     def split(self, snapshot: StateSnapshot, at: int) -> tuple[StateSnapshot | None, StateSnapshot]:
         """(None, snapshot), as the snapshot has no state at ``at``."""
-        check_inside(snapshot, at)
+        at = check_inside(snapshot, at)
         return None, snapshot

@@ -120,7 +120,7 @@ def rewind(prompt_cache: Sequence[Any], position: int) -> int:
         raise InvalidRangeError(
             f"rewind: the prompt cache is a batch of {len(rows.claimed)} rows; extract one row first"
         )
-    check_whole("rewind", "position", position)
+    position = check_whole("rewind", "position", position)
     with rows.pool.lock:
         return rows.rewind(prompt_cache, position)
 

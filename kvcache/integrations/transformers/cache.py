@@ -198,7 +198,7 @@ class HFCache(RowsCache):
         checkpoints. With ``interval``, both also go back to where snapshots were kept, in a loaded cache too.
         Compute the tokens from the returned length on again. Also undoes a pass that failed.
         """
-        check_whole("rewind", "length", length)
+        length = check_whole("rewind", "length", length)
         return self.rows.rewind(length)
 
     def reset(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,8 @@ from kvcache import (
     PrefixOptions,
     RecurrentCache,
     SlidingWindowCache,
+    StateCache,
+    StateSpec,
     WrapperCache,
 )
 from kvcache.stores import MemoryStore
@@ -71,6 +74,47 @@ def test_positions_are_whole_numbers_and_a_refusal_changes_nothing(
         with pytest.raises(InvalidRangeError, match=rf"={number!r}; it must be a whole number of at least 0"):
             call()
     cache.remove(np.int64(0), np.int64(0))
+
+
+WHOLE: dict[str, Callable[[Any], Any]] = {
+    "causal": lambda n: CausalCache(),
+    "window": lambda n: SlidingWindowCache(n(2), n(4), keep=n(1)),
+    "chunked": lambda n: ChunkedCache(n(3)),
+    "states": lambda n: StateCache({0: {"x": StateSpec((2,))}}, checkpoints=n(3), checkpoint_interval=n(1)),
+    "wrapper": lambda n: WrapperCache(SlidingWindowCache(n(2)), CausalCache()),
+}
+
+
+def _answers(cache: Any, backend: ml.Backend, n: Callable[[int], Any]) -> list[object]:
+    """All that a cache of three sequences of 100 tokens says when it is asked with numbers of one kind."""
+    cache.init(backend, ml.DType.F32, n(3), n(100), n(4))
+    with backend.new_context() as ctx:
+        for position in range(6):
+            cache.start_forward(ctx, Batch([n(position)], [n(0)]))
+            cache.set_layer(n(0))
+            if isinstance(cache, StateCache):
+                cache.update_state(ctx, "x", ctx.full((1, 2), 1.0, ml.DType.F32))
+            else:
+                cache.put(ctx, ctx.zeros((1, 1, 4), ml.DType.F32), ctx.zeros((1, 1, 4), ml.DType.F32))
+    snapshot = cache.snapshot(n(0), n(0), n(6))
+    before, after = cache.split(snapshot, n(6))
+    cache.copy_prefix(n(0), n(1), n(6))
+    found: list[object] = [getattr(cache, "cells", None), cache.max_sequences, snapshot.begin, snapshot.end]
+    found += [None if one is None else (one.begin, one.end) for one in (before, after)]
+    for position in (0, 3, 5, 6):
+        found += [cache.can_resume(n(0), n(position)), cache.resume_point(n(0), n(position))]
+        if hasattr(cache, "prepare_restore"):
+            found.append(cache.prepare_restore(n(0), n(position)))
+    cache.remove(n(0), n(6))
+    return [*found, cache.offset(n(0)), json.dumps(cache.settings())]
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_numbers_of_numpy_are_the_numbers_that_they_are(backend: ml.Backend, kind: str) -> None:
+    """Narrow and unsigned ones would overflow, and none is an int in JSON."""
+    asked = {number: _answers(WHOLE[kind](number), backend, number) for number in (int, np.int64, np.uint8)}
+    for found in asked.values():
+        assert [(type(one), one) for one in found] == [(type(one), one) for one in asked[int]]
 
 
 @pytest.mark.parametrize("items", [5, [3], [None]], ids=repr)
