@@ -447,12 +447,20 @@ def place(size: str) -> tuple[int, int]:
 
 
 def rounds_of(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """How many rounds the first contender had, by the tokens shared."""
-    rounds = next(iter(found.values()))["rounds"]
-    counts = {size.split("/")[1]: len(rounds[size]) for size in sorted(rounds, key=place)}
-    return "rounds: " + ", ".join(
-        f"{count} ({shared if shared != '0' else 'none'} shared)" for shared, count in counts.items()
-    )
+    """How many rounds there were by the number of clients; then the contenders of which there were others."""
+
+    def counts(one: Mapping[str, Any]) -> dict[int, int]:
+        each = sorted((int(size.split("/")[0]), len(rounds)) for size, rounds in one["rounds"].items())
+        return dict(each)
+
+    by_name = {name: counts(one) for name, one in found.items()}
+    usual = next(iter(by_name.values()))
+    clients = ", ".join(map(str, usual))
+    text = f"rounds: {', '.join(map(str, usual.values()))} with {clients} clients"
+    for name, own in by_name.items():
+        if any(usual.get(each) != count for each, count in own.items()):
+            text += f"; {name}: {', '.join(map(str, own.values()))}"
+    return text
 
 
 def added(before: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
