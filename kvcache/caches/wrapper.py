@@ -612,6 +612,8 @@ def _having(caches: Iterable[Any], call: str) -> list[Any]:
 
 def _stores(cache: Any) -> bool:
     """Whether anything may be stored in a cache."""
+    if isinstance(cache, CausalCache):
+        return bool(cache.storage.buffers)
     if isinstance(cache, StateCache) and cache.state_table.buffers.nbytes:  # its nbytes takes much longer
         return True
     return bool(getattr(cache, "nbytes", 1))

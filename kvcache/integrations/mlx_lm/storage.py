@@ -244,7 +244,8 @@ class Storage:
 
     def attends(self, layer: int, one: ForwardPass) -> bool:
         """Whether ``attend`` is faster than attention over ``get``: on a CPU from ``LONG`` on, or if it
-        reads codes instead of floats, no padding, or no repeated tokens.
+        reads codes instead of floats, no padding, or no repeated tokens. Not over floats of another dtype
+        than the model's, to which it would round the queries.
         """
         cache = self.attention_of(layer)
         if not self.asked or self.one_length or self._spec(layer).keys_only:
@@ -256,9 +257,11 @@ class Storage:
                     seen[table.rows[seq].cells] = True
                     longest, last = max(longest, len(table.rows[seq])), max(last, table.rows[seq].last)
             saved = one.rows * longest - int(np.count_nonzero(seen))
-            worth = WORTH * cache.config.call_bytes // cache.storage.buffers[layer].bytes_per_cell
-            compiled = last >= LONG and self.ctx.backend.devices[0].kind == "cpu"
-            one.attends[id(cache)] = self.format.plain is None or saved > worth or compiled
+            buffers, compiled = cache.storage.buffers[layer], self.ctx.backend.devices[0].kind == "cpu"
+            worth = WORTH * cache.config.call_bytes // buffers.bytes_per_cell
+            faster = saved > worth or (compiled and last >= LONG)
+            exact = buffers.read_dtype is buffers.activations
+            one.attends[id(cache)] = self.format.plain is None or (faster and exact)
         return one.attends[id(cache)]
 
     def attend(self, layer: int, one: ForwardPass, queries: Any, scale: float, sinks: Any) -> Any:

@@ -18,7 +18,7 @@ pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
-from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.cache import ArraysCache, KVCache
 from mlx_lm.models.cache import make_prompt_cache as own_prompt_cache
 
 import kvcache
@@ -83,8 +83,17 @@ def test_batch_generation_gives_the_tokens_and_logits_of_mlx_lms_own_caches(
         ((30, 31, 32), 0, "AFFINE8_32", math.inf, True),
         ((storage.LONG - 20,), 0, None, storage.LONG, False),
         ((storage.LONG,), 0, None, storage.LONG, not mx.is_available(mx.gpu)),
+        ((30, 400, 20), 0, mx.bfloat16, 10, False),
     ],
-    ids=["of one length", "of many lengths", "that share a prefix", "codes", "short", "long, on a CPU"],
+    ids=[
+        "of one length",
+        "of many lengths",
+        "that share a prefix",
+        "codes",
+        "short",
+        "long, on a CPU",
+        "of another dtype, to which queries would be rounded",
+    ],
 )
 def test_rows_read_their_own_cells_where_that_is_faster(
     lengths: tuple[int, ...],
@@ -115,6 +124,24 @@ def test_rows_read_their_own_cells_where_that_is_faster(
     if dtype is None:
         for (tokens, _, _), prompt in zip(found.values(), prompts_of(*lengths), strict=True):
             assert tokens == models.greedy(model, [*prefix, *prompt], 4, own_prompt_cache(model))
+
+
+class Rounded(KVCache):  # type: ignore[misc]
+    """K and V as a pool stores them, and nothing else, in another dtype than the model's."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        return super().update_and_fetch(*(x.astype(mx.bfloat16).astype(x.dtype) for x in (keys, values)))
+
+
+def test_only_what_is_stored_is_rounded_to_the_pools_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompt = models.make_llama(), models.prompt_of(20)
+    monkeypatch.setattr(storage, "LONG", 10)
+    ours = CachePool(model, capacity=40, dtype=mx.bfloat16).make_prompt_cache()
+    theirs = [Rounded() for _ in model.layers]
+    for begin, end in ((0, 8), *((i, i + 1) for i in range(8, 20))):
+        tokens = mx.array([prompt[begin:end]])
+        found, expected = (model(tokens, cache=cache)[:, -1] for cache in (ours, theirs))
+        assert float(mx.abs(found - expected).max()) <= TOLERANCE
 
 
 def test_no_sequence_is_leaked(model: Any) -> None:
