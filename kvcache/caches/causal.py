@@ -418,7 +418,8 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         """Attention of query (tokens, heads, head_dim) -> (tokens, heads, v_dim).
 
         Each sequence reads only its own cells, so that the cost grows with the number of sequences and not
-        with its square. Raises OrderError as ``get`` does.
+        with its square. Queries of another dtype than that of a plain cache are cast to it, and the result
+        back. Raises OrderError as ``get`` does.
 
         ``select``, I32 (tokens, k), lists for each query the rows of ``get`` and ``get_extra`` to attend to,
         as a top-k indexer returns them (DeepSeek-AI, "DeepSeek-V3.2", 2025). A row that is listed twice
