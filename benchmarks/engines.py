@@ -366,9 +366,11 @@ def make_model(folder: Path, layers: int) -> None:
 
 
 def prompts(clients: int, length: int, shared: int, seed: int) -> Tokens:
-    """Of so many tokens each, the first ``shared`` of which are the same in all."""
+    """Of so many tokens each, the first ``shared`` of which are the same in all, whatever the ``seed``: a
+    system prompt outlives its requests.
+    """
+    first = np.random.default_rng(shared).integers(3, MODEL["vocab_size"], shared).tolist()
     random = np.random.default_rng([clients, shared, seed])
-    first = random.integers(3, MODEL["vocab_size"], shared).tolist()
     return [first + random.integers(3, MODEL["vocab_size"], length - shared).tolist() for _ in range(clients)]
 
 

@@ -186,9 +186,11 @@ def beside_servers() -> Record:
     ours, theirs = (
         found[name]["rounds"] for name in ("kvcache serve, transformers' model", "transformers serve")
     )
-    sizes = [size for size in ours if not size.endswith("/0")]
-    rates = {size.split("/")[0]: [engines.median(of[size], 0) for of in (ours, theirs)] for size in sizes}
-    return {f"{clients} clients": mine / other for clients, (mine, other) in rates.items()}
+    rates = {size: engines.median(ours[size], 0) / engines.median(theirs[size], 0) for size in ours}
+    shared = {
+        f"{size.split('/')[0]} clients": rate for size, rate in rates.items() if not size.endswith("/0")
+    }
+    return {**shared, "none shared": rates["1/0"]}
 
 
 def gpu() -> Record:
