@@ -131,7 +131,9 @@ def test_much_written_data_is_not_left_waiting(
     assert backend.work.epoch == before + 1
 
 
-def test_what_a_write_of_everything_leaves_is_the_hosts_to_write(backend: MlxBackend, ctx: MlxContext) -> None:
+def test_what_a_write_of_everything_leaves_is_the_hosts_to_write(
+    backend: MlxBackend, ctx: MlxContext
+) -> None:
     key, value = (ctx.zeros((2, 4, 8), DType.F32).permute(ctx, 1, 0, 2) for _ in range(2))
     store = backend.kv_store(key, value)
     assert store is not None
