@@ -119,7 +119,12 @@ class OffloadWorker:
         """
         if self._near:
             job = OffloadJob(snapshot, owner)
-            job.serialized, job.snapshot = serialize(self._backend, snapshot), None
+            try:
+                job.serialized = serialize(self._backend, snapshot)
+            except (ml.DeviceError, MemoryError) as error:  # as in the thread
+                job.error = error
+                log_lost(error, job.nbytes)
+            job.snapshot = None
             self._finished.append(job)
             return job
         snapshot.detach()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import ml
+from kvcache.prefix import worker as worker_module
 from kvcache.prefix.tiers import HostTier
 from kvcache.prefix.worker import OffloadWorker
 from kvcache.stores import MemoryStore
@@ -99,6 +101,23 @@ def test_what_leaves_host_memory_for_host_memory_is_copied_once(open_any: Any, n
         assert r.prefix.stats.host == 20
         assert counted.made > 0
         r.prefix.close()
+
+
+def test_what_host_memory_cannot_take_is_counted_and_computed_again(
+    backend: ml.Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    r = Rig(ConversationSetup(), backend, tiers=[HostTier()])
+    r.keep(LONG)
+    with monkeypatch.context() as patch:
+        patch.setattr(worker_module, "serialize", Mock(side_effect=MemoryError("no room")))
+        assert r.prefix.evict() == 1
+    assert r.prefix.failed["host"] == 1
+    assert "did not leave the device" in caplog.text
+    r.check_books()
+    assert r.keep([*LONG, 1]) == 0
+    assert r.prefix.evict() == 1
+    assert r.keep([*LONG, 1, 2]) == 21
+    r.check_books()
 
 
 @some_caches
