@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence, Set
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import ml
 from kvcache import CausalCache
@@ -32,7 +32,8 @@ class LanguageModel(Protocol):
     """What the engine needs of a model: ``Llama`` and its relatives, ``TransformersModel``, or your own.
 
     Optional members: ``make_cache()`` returns the cache for its layers (default: a ``CausalCache``),
-    ``dtype`` is what it computes in (default: F32), ``identity()`` identifies its weights for stores.
+    ``dtype`` is what it computes in (default: F32), ``identity()`` identifies its weights for stores,
+    ``starts_passes`` says that ``forward`` calls ``start_forward`` itself, as it may split a batch.
     """
 
     @property
@@ -43,16 +44,8 @@ class LanguageModel(Protocol):
     def forward(self, ctx: ml.Context, batch: Batch, cache: Cache) -> ml.Tensor:
         """Logits (len(batch.outputs), vocab_size); keys and values go through ``cache``.
 
-        ``cache.start_forward(ctx, batch)`` has been called, unless the model is a ``StartsPasses``.
+        ``cache.start_forward(ctx, batch)`` has been called, unless the model's ``starts_passes`` is True.
         """
-
-
-class StartsPasses(Protocol):
-    """A model whose ``forward`` calls ``start_forward`` itself, because it may split a batch into several
-    passes.
-    """
-
-    starts_passes: Literal[True]
 
 
 @runtime_checkable
@@ -72,7 +65,7 @@ def cache_for(model: LanguageModel) -> Any:
 
 def start_pass(model: LanguageModel, ctx: ml.Context, batch: Batch, cache: Cache) -> None:
     """Start the pass before ``model.forward(ctx, batch, cache)``."""
-    if not getattr(model, "starts_passes", False):  # isinstance takes longer, and this is every step
+    if not getattr(model, "starts_passes", False):
         cache.start_forward(ctx, batch)
 
 

@@ -200,7 +200,6 @@ class MlxQuantizedStore:
                     if not half.storage.claim():
                         half.storage.prepare_write(new)
                     half.storage.array[(*half.before, slice(start, start + count))] = new
-                    half.storage.raw = count == self._rows  # as in MlxKVStore
                 nbytes = sum(new.nbytes for new in encoded)
                 work.defer_pair(halves[0].ref, halves[1].ref, nbytes)
                 work.defer_pair(halves[2].ref, halves[3].ref, 0)

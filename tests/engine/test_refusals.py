@@ -159,3 +159,15 @@ def test_options_of_another_type_or_range_are_refused_by_name(kind: Any, option:
     for value in OPTIONS[kind][option]:
         with pytest.raises(RequestError, match=re.escape(f"{option}={value!r}; it must be")):
             kind(**{option: value})
+
+
+@pytest.mark.parametrize("number", [np.int64, np.uint8])
+def test_options_given_as_numbers_of_numpy_are_ints(number: Any) -> None:
+    """Which do not overflow: 3 sequences of 100 tokens are more than 8 bits hold."""
+    names = ("capacity", "max_sequences", "prefill_chunk", "block_size", "context", "backlog")
+    given: Any = {name: number(100) for name in names}
+    options = EngineOptions(**given)
+    assert [type(getattr(options, name)) for name in names] == [int] * len(names)
+    asked = GenerationOptions(max_new_tokens=number(9), logprobs=number(2), top_k=number(5), seed=number(1))
+    assert (type(asked.max_new_tokens), type(asked.logprobs)) == (int, int)
+    assert type(asked.sampler().top_k) is type(asked.sampler().settings(1.0)[1]) is int

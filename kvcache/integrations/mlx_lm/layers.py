@@ -155,7 +155,7 @@ def wanted_by(model: Any, max_kv_size: int | None = None) -> list[Any]:
     make = getattr(type(model), "make_cache", None)  # not the instance's, which may already be ours
     if max_kv_size is None:
         return list(make(model)) if make is not None else [mlx_caches.KVCache() for _ in model.layers]
-    check_whole("make_prompt_cache", "max_kv_size", max_kv_size, least=KEEP + 1)
+    max_kv_size = check_whole("make_prompt_cache", "max_kv_size", max_kv_size, least=KEEP + 1)
     if make is not None:
         raise NotSupportedError(
             f"make_prompt_cache: max_kv_size={max_kv_size}; this model's make_cache decides what its layers "

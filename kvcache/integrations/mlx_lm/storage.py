@@ -74,7 +74,7 @@ class PoolOptions:
         for name, least in _LEAST.items():
             size = getattr(checked, name)
             if size is not None:
-                check_whole(op, name, size, least)
+                object.__setattr__(checked, name, check_whole(op, name, size, least))
         return checked
 
 

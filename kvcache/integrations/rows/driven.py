@@ -14,7 +14,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -72,7 +72,7 @@ class Sizes:
 class DrivenModel(ABC):
     """A ``LanguageModel`` whose ``forward`` calls a foreign model, once or several times in a pass."""
 
-    starts_passes: Literal[True] = True
+    starts_passes = True
     backend: ml.Backend
     dtype: ml.DType
     """The dtype in which the model computes."""

@@ -71,14 +71,12 @@ def check_type(op: str, name: str, value: object, wanted: str, fits: bool) -> No
 
 
 def check_options(op: str, options: CacheOptions) -> None:
-    """Refuse invalid values of options."""
+    """Refuse invalid values of options; sizes become ints."""
     backend, shift = options.backend, options.shift
     stored_dtype(options.dtype)
-    check_whole(op, "capacity", options.capacity, least=1)
-    check_whole(op, "lookback", options.lookback)
-    for name in ("max_sequences", "interval"):
-        if (value := getattr(options, name)) is not None:
-            check_whole(op, name, value, least=1)
+    for name, least in (("capacity", 1), ("lookback", 0), ("max_sequences", 1), ("interval", 1)):
+        if (value := getattr(options, name)) is not None or name in ("capacity", "lookback"):
+            object.__setattr__(options, name, check_whole(op, name, value, least))
     check_type(op, "grow", options.grow, "True or False", isinstance(options.grow, bool))
     wanted = "a function, such as the result of rope_shift(model.config)"
     check_type(op, "shift", shift, wanted, shift is None or callable(shift))

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import make_prompt_cache as own_prompt_cache
 
 import ml
@@ -26,6 +27,7 @@ from kvcache.integrations.mlx_lm import (
     make_prompt_cache,
     rewind,
 )
+from kvcache.integrations.mlx_lm.storage import PoolOptions
 
 from ...rigs import mlx_lm_models as models
 from ...rigs.refusals import Table, check_refused, refuses
@@ -119,3 +121,10 @@ def test_a_pool_refuses(error: Any, says: str, call: Any) -> None:
     pool = CachePool(models.shared("llama"), capacity=32, max_sequences=3)
     check_refused(error, says, call, pool)
     assert pool.free_sequences == 3
+
+
+@pytest.mark.parametrize("number", [np.int64, np.uint8])
+def test_sizes_given_as_numbers_of_numpy_are_ints(number: Any) -> None:
+    given = {name: number(100) for name in ("capacity", "max_sequences", "rollback", "max_batch")}
+    options = PoolOptions.of("CachePool", given)
+    assert {type(getattr(options, name)) for name in given} == {int}

@@ -15,11 +15,13 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("torch")
 
+import numpy as np
 import torch
 
 import ml
 from kvcache import InvalidRangeError, InvalidSequenceError, NotSupportedError
 from kvcache.integrations.transformers import HFCache, HFStaticCache, rope_shift
+from kvcache.integrations.transformers.arguments import CacheOptions, check_options
 
 from ...rigs import hf_models as hf
 from ...rigs.refusals import Table, check_refused, refuses
@@ -139,3 +141,11 @@ def test_a_cache_that_grows_refuses(error: Any, says: str, call: Any) -> None:
 @refuses(FIXED)
 def test_a_cache_of_fixed_shapes_refuses(error: Any, says: str, call: Any) -> None:
     check_content(HFStaticCache(hf.model("llama").config, capacity=32), error, says, call)
+
+
+@pytest.mark.parametrize("number", [np.int64, np.uint8])
+def test_sizes_given_as_numbers_of_numpy_are_ints(number: Any) -> None:
+    given: Any = {name: number(100) for name in ("capacity", "lookback", "max_sequences", "interval")}
+    options = CacheOptions(**given)
+    check_options("HFCache", options)
+    assert {type(getattr(options, name)) for name in given} == {int}
