@@ -46,12 +46,6 @@ def kernels(module: str = "cpu_kernels") -> ModuleType | None:
         return None
 
 
-def reads_in_place(head_dim: int, v_dim: int) -> bool:
-    """Whether there are kernels that read F32 heads of these sizes in place, which must be whole vectors."""
-    compiled: Any = kernels()
-    return compiled is not None and not (head_dim % compiled.LANES or v_dim % compiled.LANES)
-
-
 def values_shape(codes: Sequence[int], scales: Sequence[int], name: str) -> tuple[int, int, int]:
     """The shape (cells, kv_heads, dim) of the values that codes and scales encode. Raises ShapeError for
     other shapes.

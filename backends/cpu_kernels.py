@@ -30,11 +30,10 @@ from backends.cpu_vectors import (
     add_four_two,
     add_one_eight,
     add_one_one,
+    add_one_two,
     add_two_four,
     add_two_one,
-    copy_eights,
-    copy_fours,
-    copy_vectors,
+    copy,
     exponentials,
     highest,
     score_block,
@@ -59,6 +58,11 @@ LISTED = types.Array(types.int32, 1, "C", readonly=True)
 TABLE = types.Array(types.int32, 2, "C", readonly=True)
 ROWS = types.Array(types.float32, 3, "C")
 SINKS = types.Array(types.float32, 1, "C", readonly=True)
+
+
+@part(ARITHMETIC)
+def _padded(dim: Any) -> Any:
+    return -(-dim // LANES) * LANES
 
 
 @part(ARITHMETIC)
@@ -131,17 +135,6 @@ def _read_row(kind: Any, row: Any, scales: Any, count: Any, width: Any, factor: 
         into[d] = ZERO
 
 
-@part(EXACT)
-def _copy(row: Any, step: Any, count: Any, dim: Any, width: Any, out: Any) -> None:
-    """Copy ``count`` rows of ``dim`` >= 4 floats, ``step`` apart, with zeros up to ``width``."""
-    if dim >= LANES:
-        copy_vectors(row, step, count, dim, out, width * 4)
-    elif dim >= 8:
-        copy_eights(row, step, count, dim, out, width * 4)
-    else:
-        copy_fours(row, step, count, dim, out, width * 4)
-
-
 @part(ARITHMETIC)
 def _rows(
     stored: Any, head: Any, dim: Any, width: Any, index: Any, gathered: Any, first: Any, count: Any, out: Any
@@ -151,16 +144,13 @@ def _rows(
     """
     kind, address, cell_step, head_step, scales, scale_step, scale_head_step = stored
     run = address + first * cell_step + head * head_step
-    if not gathered and kind == F32 and dim == width:
+    if not gathered and kind == F32:
         return run, cell_step
-    if not gathered and kind == F32 and dim >= 4:
-        _copy(run, cell_step, count, dim, width, out)
-        return out, width * 4
     for c in range(count):
         cell = np.int64(index[first + c]) if gathered else first + c
         row, into = address + cell * cell_step + head * head_step, out + c * width * 4
-        if kind == F32 and dim >= 4:
-            _copy(row, cell_step, 1, dim, width, into)
+        if kind == F32:
+            copy(row, cell_step, 1, dim, into, width * 4)
         else:
             of = scales + cell * scale_step + head * scale_head_step
             _read_row(kind, row, of, dim, width, ONE, into)
@@ -168,9 +158,11 @@ def _rows(
 
 
 @part(ARITHMETIC)
-def _score_all(query: Any, rows: Any, key: Any, key_step: Any, count: Any, width: Any, weights: Any) -> None:
+def _score_all(
+    query: Any, step: Any, rows: Any, key: Any, key_step: Any, count: Any, dim: Any, weights: Any
+) -> None:
     """Compute scores of ``rows`` queries and ``count`` keys, padded to a whole vector with -inf."""
-    step, each, row = width * 4, CHUNK * 4, 0
+    each, row = CHUNK * 4, 0
     while row < rows:
         tall = TALL if row + TALL <= rows else 1
         q, w, c = query + row * step, weights + row * each, 0
@@ -178,13 +170,13 @@ def _score_all(query: Any, rows: Any, key: Any, key_step: Any, count: Any, width
             wide = WIDE if c + WIDE <= count else 1
             k, out = key + c * key_step, w + c * 4
             if tall > 1 and wide > 1:
-                score_block(q, step, k, key_step, width, out, each)
+                score_block(q, step, k, key_step, dim, out, each)
             elif wide > 1:
-                score_row(q, step, k, key_step, width, out, each)
+                score_row(q, step, k, key_step, dim, out, each)
             elif tall > 1:
-                score_column(q, step, k, key_step, width, out, each)
+                score_column(q, step, k, key_step, dim, out, each)
             else:
-                score_one(q, step, k, key_step, width, out, each)
+                score_one(q, step, k, key_step, dim, out, each)
             c += wide
         row += tall
     for r in range(rows):
@@ -214,28 +206,39 @@ def _soften(scores: Any, count: Any, out: Any, width: Any, stats: Any) -> None:
 
 
 @part(ARITHMETIC)
-def _add_all(weights: Any, rows: Any, count: Any, value: Any, value_step: Any, width: Any, out: Any) -> None:
-    """``out[i] += weights[i] @ values`` for ``rows`` rows and ``count`` values."""
-    step, each, unit, row = width * 4, CHUNK * 4, LANES * 4, 0
+def _add_all(
+    weights: Any, rows: Any, count: Any, value: Any, value_step: Any, dim: Any, out: Any, step: Any
+) -> None:
+    """``out[i] += weights[i] @ values`` for ``rows`` rows and ``count`` values of ``dim`` floats."""
+    each, row = CHUNK * 4, 0
     while row < rows:
         tall = 4 if row + 4 <= rows else 2 if row + 2 <= rows else 1
-        wide, at = 8 // tall, 0
-        while at < step:
-            w, v, o = weights + row * each, value + at, out + row * step + at
-            whole = at + wide * unit <= step
-            if tall == 4 and whole:
-                add_four_two(w, each, count, v, value_step, o, step)
+        at = 0
+        while at < dim:
+            w, v, o, left = weights + row * each, value + at * 4, out + row * step + at * 4, dim - at
+            vectors = -(-left // LANES)
+            if tall == 4 and vectors > 1:
+                add_four_two(w, each, count, v, value_step, left, o, step)
+                wide = 2
             elif tall == 4:
-                add_four_one(w, each, count, v, value_step, o, step)
-            elif tall == 2 and whole:
-                add_two_four(w, each, count, v, value_step, o, step)
+                add_four_one(w, each, count, v, value_step, left, o, step)
+                wide = 1
+            elif tall == 2 and vectors > 3:
+                add_two_four(w, each, count, v, value_step, left, o, step)
+                wide = 4
             elif tall == 2:
-                add_two_one(w, each, count, v, value_step, o, step)
-            elif whole:
-                add_one_eight(w, each, count, v, value_step, o, step)
+                add_two_one(w, each, count, v, value_step, left, o, step)
+                wide = 1
+            elif vectors > 7:
+                add_one_eight(w, each, count, v, value_step, left, o, step)
+                wide = 8
+            elif vectors > 1:
+                add_one_two(w, each, count, v, value_step, left, o, step)
+                wide = 2
             else:
-                add_one_one(w, each, count, v, value_step, o, step)
-            at += wide * unit if whole else unit
+                add_one_one(w, each, count, v, value_step, left, o, step)
+                wide = 1
+            at += wide * LANES
         row += tall
 
 
@@ -297,23 +300,24 @@ def _ask(query: Any, token: Any, head: Any, group: Any, dim: Any, width: Any, sc
 
 @part(ARITHMETIC)
 def _attend_rows(
-    query: Any, rows: Any, key: Any, key_step: Any, value: Any, value_step: Any, count: Any, k_width: Any,
-    v_width: Any, weights: Any, sums: Any, stats: Any,
+    query: Any, rows: Any, key: Any, key_step: Any, value: Any, value_step: Any, count: Any, head_dim: Any,
+    v_dim: Any, weights: Any, sums: Any, stats: Any,
 ) -> None:  # fmt: skip
     """Attention of ``rows`` queries to ``count`` keys and values that all of them see."""
-    _score_all(query, rows, key, key_step, count, k_width, weights)
+    v_width = _padded(v_dim)
+    _score_all(query, _padded(head_dim) * 4, rows, key, key_step, count, head_dim, weights)
     for r in range(rows):
         _soften(weights + r * CHUNK * 4, count, sums + r * v_width * 4, v_width, stats + r * 8)
-    _add_all(weights, rows, count, value, value_step, v_width, sums)
+    _add_all(weights, rows, count, value, value_step, v_dim, sums, v_width * 4)
 
 
 @part(ARITHMETIC)
 def _attend_chunk(
     seen: Any, at: Any, size: Any, group: Any, queries: Any, k: Any, k_step: Any, v: Any, v_step: Any,
-    k_width: Any, v_width: Any, weights: Any, sums: Any, stats: Any,
+    head_dim: Any, v_dim: Any, weights: Any, sums: Any, stats: Any,
 ) -> None:  # fmt: skip
     """Attention of all readers to the ``size`` rows from ``at`` on, grouped by the range that they see."""
-    i, count = 0, seen.shape[0]
+    i, count, k_width, v_width = 0, seen.shape[0], _padded(head_dim), _padded(v_dim)
     while i < count:
         begin, end = max(seen[i, 0] - at, 0), min(seen[i, 1] - at, size)
         j = i + 1
@@ -323,7 +327,7 @@ def _attend_chunk(
             row = i * group
             _attend_rows(
                 queries + row * k_width * 4, (j - i) * group, k + begin * k_step, k_step, v + begin * v_step,
-                v_step, end - begin, k_width, v_width, weights, sums + row * v_width * 4, stats + row * 8,
+                v_step, end - begin, head_dim, v_dim, weights, sums + row * v_width * 4, stats + row * 8,
             )  # fmt: skip
         i = j
 
@@ -369,7 +373,7 @@ def attend(
     Scratch memory: marks (most readers of a task, 3), and scratch, ``scratch_size`` floats.
     """
     kv_heads, group, head_dim, v_dim = sizes
-    k_width, v_width = -(-head_dim // LANES) * LANES, -(-v_dim // LANES) * LANES
+    k_width, v_width = _padded(head_dim), _padded(v_dim)
     keys = (scratch.ctypes.data + 63) // 64 * 64
     values = keys + CHUNK * k_width * 4
     weights = values + CHUNK * v_width * 4
@@ -394,7 +398,7 @@ def attend(
             k, k_step = _rows(key, kv_head, head_dim, k_width, index, gathered, start + at, size, keys)
             v, v_step = _rows(value, kv_head, v_dim, v_width, index, gathered, start + at, size, values)
             _attend_chunk(
-                seen, at, size, group, queries, k, k_step, v, v_step, k_width, v_width, weights, sums, stats
+                seen, at, size, group, queries, k, k_step, v, v_step, head_dim, v_dim, weights, sums, stats
             )
         _keep(seen, kv_head * group, group, v_width, sums, stats, parts, totals)
         unit += 1

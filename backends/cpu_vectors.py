@@ -45,6 +45,17 @@ class _Vectors:
     def load(self, builder: Any, address: Any) -> Any:
         return builder.load(builder.inttoptr(address, self.type.as_pointer()), align=self.align)
 
+    def load_first(self, builder: Any, address: Any, count: Any) -> Any:
+        """The first ``count`` elements, then zeros; no memory behind them is read."""
+        place = builder.inttoptr(address, self.type.as_pointer())
+        lanes = ir.Constant(ir.VectorType(INT64, self.count), list(range(self.count)))
+        shown = builder.icmp_signed("<", lanes, _Vectors(INT64, self.count, 8).spread(builder, count))
+        kind = ir.FunctionType(self.type, [place.type, INT32, shown.type, self.type])
+        load = cgutils.get_or_insert_function(
+            builder.module, kind, f"llvm.masked.load.v{self.count}f32.p0"
+        )
+        return builder.call(load, [place, ir.Constant(INT32, self.align), shown, self.all(0)])
+
     def store(self, builder: Any, vector: Any, address: Any) -> None:
         builder.store(vector, builder.inttoptr(address, self.type.as_pointer()), align=self.align)
 
@@ -123,22 +134,32 @@ def _folded(builder: Any, vector: Any, fold: Callable[[Any, Any], Any]) -> Any:
 def _scoring(tall: int, wide: int) -> Any:
     @intrinsic
     def score(
-        typing: Any, query: Any, query_step: Any, key: Any, key_step: Any, width: Any, out: Any, out_step: Any
+        typing: Any, query: Any, query_step: Any, key: Any, key_step: Any, dim: Any, out: Any, out_step: Any
     ) -> Any:
-        """``out[i, j] = query[i] @ key[j]``, for ``tall`` queries and ``wide`` keys of ``width`` floats."""
+        """``out[i, j] = query[i] @ key[j]``, for ``tall`` queries and ``wide`` keys of ``dim`` floats; the
+        queries end with zeros up to a whole vector.
+        """
 
         def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-            query, query_step, key, key_step, width, out, out_step = given
+            query, query_step, key, key_step, dim, out, out_step = given
             queries = _stepping(builder, query, query_step, tall)
             keys = _stepping(builder, key, key_step, wide)
             sums = _kept(builder, tall * wide)
-            with cgutils.for_range(builder, builder.udiv(width, _number(LANES))) as loop:
-                at = builder.mul(loop.index, _number(LANES * 4))
-                ks = [FLOATS.load(builder, builder.add(one, at)) for one in keys]
+
+            def add(at: Any, load: Callable[[Any], Any]) -> None:
+                ks = [load(builder.add(one, at)) for one in keys]
                 for i in range(tall):
                     q = FLOATS.load(builder, builder.add(queries[i], at))
                     for k, total in zip(ks, sums[i * wide : (i + 1) * wide], strict=True):
                         builder.store(_added(builder, builder.load(total), q, k), total)
+
+            whole, rest = (take(dim, _number(LANES)) for take in (builder.udiv, builder.urem))
+            with cgutils.for_range(builder, whole) as loop:
+                at = builder.mul(loop.index, _number(LANES * 4))
+                add(at, lambda place: FLOATS.load(builder, place))
+            with cgutils.if_likely(builder, builder.icmp_signed("!=", rest, _number(0))):
+                at = builder.mul(whole, _number(LANES * 4))
+                add(at, lambda place: FLOATS.load_first(builder, place, rest))
             for i, into in enumerate(_stepping(builder, out, out_step, tall)):
                 found = [builder.load(total) for total in sums[i * wide : (i + 1) * wide]]
                 if wide == 4:
@@ -158,13 +179,16 @@ def _scoring(tall: int, wide: int) -> Any:
 def _adding(tall: int, wide: int) -> Any:
     @intrinsic
     def add(
-        typing: Any, weight: Any, weight_step: Any, count: Any, value: Any, value_step: Any, out: Any,
-        out_step: Any,
+        typing: Any, weight: Any, weight_step: Any, count: Any, value: Any, value_step: Any, left: Any,
+        out: Any, out_step: Any,
     ) -> Any:  # fmt: skip
-        """``out[i] += weight[i] @ value``: ``tall`` rows of ``count`` weights, ``wide`` vectors of values."""
+        """``out[i] += weight[i] @ value``: ``tall`` rows of ``count`` weights, ``wide`` vectors of values, of
+        which the last has the floats that remain of ``left``.
+        """
 
         def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-            weight, weight_step, count, value, value_step, out, out_step = given
+            weight, weight_step, count, value, value_step, left, out, out_step = given
+            last = builder.sub(left, _number(LANES * (wide - 1)))
             weights = _stepping(builder, weight, weight_step, tall)
             parts = [_number(LANES * 4 * n) for n in range(wide)]
             places = [
@@ -175,7 +199,8 @@ def _adding(tall: int, wide: int) -> Any:
                 builder.store(FLOATS.load(builder, at), total)
             with cgutils.for_range(builder, count) as loop:
                 row = builder.add(value, builder.mul(loop.index, value_step))
-                vs = [FLOATS.load(builder, builder.add(row, part)) for part in parts]
+                vs = [FLOATS.load(builder, builder.add(row, part)) for part in parts[:-1]]
+                vs.append(FLOATS.load_first(builder, builder.add(row, parts[-1]), last))
                 at = builder.mul(loop.index, _number(4))
                 for i in range(tall):
                     share = FLOATS.spread(builder, _float(builder, builder.add(weights[i], at)))
@@ -185,7 +210,7 @@ def _adding(tall: int, wide: int) -> Any:
                 FLOATS.store(builder, builder.load(total), at)
             return context.get_dummy_value()
 
-        return types.void(*[place] * 7), generate
+        return types.void(*[place] * 8), generate
 
     return add
 
@@ -269,34 +294,24 @@ def _widening(bits: int) -> Any:
     return widen
 
 
-def _copying(lanes: int) -> Any:
-    """By vectors of ``lanes`` floats, of which the last may overlap the one before it."""
-    vectors = _Vectors(FLOAT, lanes, 4)
+@intrinsic
+def copy(typing: Any, row: Any, row_step: Any, count: Any, dim: Any, out: Any, out_step: Any) -> Any:
+    """Copy ``count`` rows of ``dim`` floats, and add zeros up to a whole vector."""
 
-    @intrinsic
-    def copy(typing: Any, row: Any, row_step: Any, count: Any, dim: Any, out: Any, out_step: Any) -> Any:
-        """Copy ``count`` rows of ``dim`` >= ``lanes`` floats, and add zeros up to a multiple of ``LANES``."""
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        row, row_step, count, dim, out, out_step = given
+        with cgutils.for_range(builder, count) as loop:
+            source = builder.add(row, builder.mul(loop.index, row_step))
+            target = builder.add(out, builder.mul(loop.index, out_step))
+            with cgutils.for_range(builder, builder.udiv(out_step, _number(LANES * 4))) as part:
+                at = builder.mul(part.index, _number(LANES * 4))
+                left = builder.sub(dim, builder.mul(part.index, _number(LANES)))
+                FLOATS.store(
+                    builder, FLOATS.load_first(builder, builder.add(source, at), left), builder.add(target, at)
+                )
+        return context.get_dummy_value()
 
-        def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
-            row, row_step, count, dim, out, out_step = given
-            last = builder.mul(builder.sub(dim, _number(lanes)), _number(4))
-            padded = builder.sub(out_step, _number(LANES * 4))
-            with cgutils.for_range(builder, count) as loop:
-                source = builder.add(row, builder.mul(loop.index, row_step))
-                target = builder.add(out, builder.mul(loop.index, out_step))
-                FLOATS.store(builder, FLOATS.all(0), builder.add(target, padded))
-                with cgutils.for_range(builder, builder.udiv(dim, _number(lanes))) as part:
-                    at = builder.mul(part.index, _number(lanes * 4))
-                    vectors.store(
-                        builder, vectors.load(builder, builder.add(source, at)), builder.add(target, at)
-                    )
-                tail = vectors.load(builder, builder.add(source, last))
-                vectors.store(builder, tail, builder.add(target, last))
-            return context.get_dummy_value()
-
-        return types.void(*[place] * 6), generate
-
-    return copy
+    return types.void(*[place] * 6), generate
 
 
 def _pointing(element: Any, kind: Any) -> Any:
@@ -313,9 +328,8 @@ def _pointing(element: Any, kind: Any) -> Any:
 score_block, score_row, score_column, score_one = (
     _scoring(tall, wide) for tall, wide in ((TALL, WIDE), (1, WIDE), (TALL, 1), (1, 1))
 )
-add_four_two, add_four_one, add_two_four, add_two_one, add_one_eight, add_one_one = (
-    _adding(tall, wide) for tall, wide in ((4, 2), (4, 1), (2, 4), (2, 1), (1, 8), (1, 1))
+add_four_two, add_four_one, add_two_four, add_two_one, add_one_eight, add_one_two, add_one_one = (
+    _adding(tall, wide) for tall, wide in ((4, 2), (4, 1), (2, 4), (2, 1), (1, 8), (1, 2), (1, 1))
 )
-copy_vectors, copy_eights, copy_fours = map(_copying, (LANES, 8, 4))
 widen_four, widen_eight = _widening(4), _widening(8)
 to_floats, to_halves = _pointing(FLOAT, types.float32), _pointing(ir.IntType(16), types.uint16)

@@ -52,8 +52,6 @@ def attend_ragged(
     if kernels is None:
         if ctx.torch_device.type != "cpu" or not query.dtype is key.dtype is value.dtype:
             return None
-        if key.dtype is DType.F32 and not cpu_attention.reads_in_place(key.shape[-1], value.shape[-1]):
-            return None  # the kernel would copy what torch's own attention reads in place
         keys, values = stored_of([key], key.dtype.name), stored_of([value], value.dtype.name)
         result = attend_on_cpu("ragged_attention", ctx, query, keys, values, plan, scale, sinks)
         if result is not None and not ctx.moves:
