@@ -4,19 +4,20 @@ slow, only when attention is first requested.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from backends.ragged_kernel import BLOCKS, layout
+from ml.dtypes import DType
 from ml.errors import BoundsError, ShapeError
 from ml.ragged import RaggedPlan
 
@@ -34,7 +35,8 @@ segment.
 """
 WORTH = 1 << 14
 """Cells of one KV head, each read for four queries, that justify another thread."""
-NO_SINKS = np.empty(0, np.float32)
+LARGEST = 1 << 22
+"""The most bytes that a thread keeps for its next attention."""
 
 
 @functools.lru_cache
@@ -77,8 +79,11 @@ def check_shapes(op: str, query: Sequence[int], key: Sequence[int], value: Seque
 
 def address(array: np.ndarray) -> int:
     """The address of an array."""
-    location: int = array.__array_interface__["data"][0]
-    return location
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(cast("Any", array)))  # the faster way
+    except (TypeError, ValueError, BufferError):  # empty, read-only, BF16, or not C-contiguous
+        location: int = array.__array_interface__["data"][0]
+        return location
 
 
 class Array(NamedTuple):
@@ -137,15 +142,16 @@ def stored_of(parts: Sequence[Any], kind: str, array_of: Callable[[Any], Array])
     return cast("Stored | None", stored)
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """A plan in the arrays of ``ragged_kernel.Launch``, independent of the number of threads."""
 
     tasks: np.ndarray
+    """Empty if each segment is a task."""
+    task_count: int
     slots: np.ndarray
     edges: np.ndarray
     piece: int
-    count: int
+    parts: int
     """The number of slots."""
     abreast: int
     """The most readers of a task."""
@@ -156,46 +162,41 @@ class Work:
 
     @classmethod
     def of(cls, op: str, plan: RaggedPlan, kv_heads: int, group: int) -> Work:
-        reach = _reach(op, plan)
-        _, _, lengths, firsts, stops = plan.segments.T
-        most, rows = int((stops - firsts).max()), int(lengths.sum())
+        """Raises BoundsError for invalid rows."""
+        compiled: Any = kernels()
+        reach, rows, longest, most = compiled.survey(plan.segments, plan.readers, plan.index)
+        if reach == compiled.WRONG_READER:
+            raise BoundsError(f"{op}: a reader of the plan sees rows outside of its segment, or none")
+        if reach == compiled.WRONG_SEGMENT:
+            raise BoundsError(f"{op}: a segment of the plan has rows that no buffer has")
         abreast = min(most, max(1, ABREAST // group))
-        if rows * kv_heads < 2 * WORTH and most == abreast:  # for one thread: each segment is a task
-            tasks = np.zeros((len(lengths), 4), np.int32)
-            tasks[:, 0], tasks[:, 1], tasks[:, 2] = np.arange(len(lengths)), firsts, stops
+        if rows * kv_heads < 2 * WORTH and most == abreast:  # for one thread
             slots = np.empty_like(plan.parts)
             slots[plan.parts] = np.arange(slots.size)
-            work = tasks, slots, plan.part_starts, int(lengths.max()), slots.size
+            work = _NONE, len(plan.segments), slots, plan.part_starts, longest, slots.size
         else:
             packed, count, parts = layout(plan, abreast, kv_heads * BLOCKS // UNITS)
             piece, to_slots, to_edges = packed[:3].tolist()
-            tasks = packed[8:to_slots].reshape(count, 4)
-            work = tasks, packed[to_slots:to_edges], packed[to_edges:], piece, parts
+            work = packed[8:to_slots], count, packed[to_slots:to_edges], packed[to_edges:], piece, parts
         return cls(*work, abreast, rows, reach)
 
 
-def _reach(op: str, plan: RaggedPlan) -> int:
-    """One more than the largest row that is read. Raises BoundsError for invalid rows."""
-    compiled: Any = kernels()
-    reach: int = compiled.survey(plan.segments, plan.readers, plan.index)
-    if reach == compiled.WRONG_READER:
-        raise BoundsError(f"{op}: a reader of the plan sees rows outside of its segment, or none")
-    if reach == compiled.WRONG_SEGMENT:
-        raise BoundsError(f"{op}: a segment of the plan has rows that no buffer has")
-    return reach
+_NONE = np.empty(0, np.int32)
 
 
 class Launch(NamedTuple):
-    """What the kernels need for tensors of these shapes, checked once for all layers of a pass."""
+    """What the kernel needs for tensors of these shapes, checked once for all layers of a pass."""
 
     heads: int
     v_dim: int
-    sizes: tuple[int, int, int, int]
-    """KV heads, query heads of each, head_dim, v_dim."""
-    work: Work
-    tasks: tuple[Any, ...]
-    """The arguments of the kernel from tasks to ``piece``."""
-    floats: int
+    work: int
+    """The address of ``kept[0]``: see ``cpu_kernels.attend``."""
+    kept: tuple[np.ndarray, ...]
+    """The work in integers, and the arrays whose addresses it contains."""
+    parts: int
+    """Bytes of the results of all pieces."""
+    scratch: int
+    """Bytes that a thread needs to compute them."""
     units: int
     threads: int
     """The most that the work is worth."""
@@ -212,12 +213,19 @@ class Launch(NamedTuple):
         work = Work.of(op, plan, kv_heads, group)
         if work.reach > cells:
             raise BoundsError(f"{op}: the plan refers to row {work.reach - 1} of {cells}")
-        compiled: Any = kernels()
-        floats = compiled.scratch_size(work.abreast * group, head_dim, v_dim)
-        tasks = work.tasks, plan.segments, plan.readers, work.slots, plan.index, work.piece
-        units = len(work.tasks) * kv_heads
+        lists = work.tasks, plan.segments, plan.readers, work.slots, plan.index, work.edges
+        tasks, segments, readers, slots, index, edges = (address(x) if x.size else 0 for x in lists)
+        numbers = np.array([
+            kv_heads, group, head_dim, v_dim, work.piece, tasks, work.task_count,
+            segments, len(plan.segments), readers, len(plan.readers), slots, index, plan.index.size,
+            work.abreast, edges, tokens,
+        ])  # fmt: skip
+        units = work.task_count * kv_heads
         threads = min(units, work.rows * kv_heads // WORTH)
-        return cls(heads, v_dim, (kv_heads, group, head_dim, v_dim), work, tasks, floats, units, threads)
+        scratch = scratch_size(work.abreast, group, head_dim, v_dim)
+        parts = -(-work.parts * heads * (v_dim + 2) // 16) * 64
+        kept = numbers, *lists
+        return cls(heads, v_dim, address(numbers), kept, parts, scratch, units, threads)
 
     def run(
         self, query: Sequence[int], key: Sequence[int], value: Sequence[int], scale: float,
@@ -231,28 +239,31 @@ class Launch(NamedTuple):
         each piece of a history.
         """
         compiled: Any = kernels()
-        heads, v_dim, sizes, work, tasks, floats, units, most = self
-        if sinks is not None and sinks.shape != (heads,):
-            raise ShapeError(f"ragged_attention: sinks {sinks.shape}; they must be floats ({heads},)")
-        parts = np.empty((work.count, heads, v_dim), np.float32)
-        totals = np.empty((work.count, heads, 2), np.float32)
+        heads, _, work, _, size, scratch, units, most = self
+        logits = 0
+        if sinks is not None:
+            if sinks.shape != (heads,):
+                raise ShapeError(f"ragged_attention: sinks {sinks.shape}; they must be floats ({heads},)")
+            logits = address(sinks)
+        operands = work, query, scale, key, value, logits
         threads = min(threads, most)
+        room = _Room.of(size + scratch)
+        parts = room.address
         if threads < 2:
-            scratch = _scratch(floats, work.abreast)
-            compiled.attend(query, scale, key, value, sizes, *tasks, parts, totals, *scratch, 0, units)
-        else:
+            compiled.attend(*operands, parts, parts + size, 0, units, out)
+            return
+        edges = [units * i // threads for i in range(threads + 1)]
+        pool = _pool(os.getpid(), threads - 1)
 
-            def part(begin: int, end: int) -> None:
-                scratch = _scratch(floats, work.abreast)
-                compiled.attend(query, scale, key, value, sizes, *tasks, parts, totals, *scratch, begin, end)
+        def part(begin: int, end: int) -> None:
+            own = _Room.of(scratch)
+            compiled.attend(*operands, parts, own.address, begin, end, 0)
 
-            edges = [units * i // threads for i in range(threads + 1)]
-            pool = _pool(os.getpid(), threads - 1)
-            others = [pool.submit(part, *edges[i : i + 2]) for i in range(1, threads)]
-            part(*edges[:2])
-            for other in others:
-                other.result()
-        compiled.merge(parts, totals, work.edges, NO_SINKS if sinks is None else sinks, out)
+        others = [pool.submit(part, *edges[i : i + 2]) for i in range(1, threads)]
+        compiled.attend(*operands, parts, parts + size, *edges[:2], 0)
+        for other in others:
+            other.result()
+        compiled.attend(*operands, parts, 0, 0, 0, out)
 
 
 def launch_of(
@@ -266,15 +277,75 @@ def launch_of(
     return launch
 
 
-_own = threading.local()
+class Repeated(NamedTuple):
+    """A plan's attention over plain storage, for further layers whose tensors look the same."""
+
+    launch: Launch
+    kind: int
+    """Of the query."""
+    dtype: DType
+    shape: Sequence[int]
+    """Of the query."""
+    stored_as: object
+    """Of K and V, as ``stored_of`` caches it."""
+    key: Sequence[int]
+    value: Sequence[int]
+
+    @classmethod
+    def remember(cls, plan: RaggedPlan, query: Any, key: Any, value: Any) -> None:
+        """After it has been computed once."""
+        stored_as, keys = key.on_cpu
+        dtype, shapes = query.dtype, (query.shape, keys.shape, value.on_cpu[1].shape)
+        launch = launch_of("ragged_attention", plan, *shapes)
+        plan.memo[cls] = cls(launch, KINDS[dtype.name], dtype, shapes[0], stored_as, *shapes[1:])
+
+    def operands(self, backend: object, query: Any, key: Any, value: Any) -> tuple[Any, Any] | None:
+        """The arguments of K and V; None unless the tensors look the same."""
+        _, _, dtype, shape, stored_as, key_shape, value_shape = self
+        keys: Any
+        values: Any
+        keys_as, keys = getattr(key, "on_cpu", _NOT_STORED)
+        values_as, values = getattr(value, "on_cpu", _NOT_STORED)
+        if (
+            query.dtype is not dtype or query.shape != shape
+            or keys_as != stored_as or values_as != stored_as
+            or keys.shape != key_shape or values.shape != value_shape
+            or not query.backend is key.backend is value.backend is backend
+        ):  # fmt: skip
+            return None
+        return keys.arguments, values.arguments
 
 
-def _scratch(floats: int, readers: int) -> tuple[np.ndarray, np.ndarray]:
-    """The kernel's scratch memory for this thread, reused so that it stays in the processor's cache."""
-    kept: tuple[np.ndarray, np.ndarray] | None = getattr(_own, "scratch", None)
-    if kept is None or kept[0].size < floats or len(kept[1]) < readers:
-        kept = _own.scratch = np.empty(floats, np.float32), np.empty((max(ABREAST, readers), 3), np.int64)
-    return kept
+_NOT_STORED: tuple[object, Any] = None, None
+
+
+def scratch_size(readers: int, group: int, head_dim: int, v_dim: int) -> int:
+    """The bytes of scratch memory of the kernel, for the most readers of a task."""
+    compiled: Any = kernels()
+    k_width, v_width = (-(-dim // compiled.LANES) * compiled.LANES for dim in (head_dim, v_dim))
+    floats = readers * group * (k_width + v_width + compiled.CHUNK + 2) + compiled.CHUNK * (k_width + v_width)
+    return int(readers * 24 + floats * 4 + 64)
+
+
+class _Room:
+    """Uninitialized memory, which a thread reuses so that it stays in the processor's cache."""
+
+    __slots__ = ("address", "memory")
+    own = threading.local()
+
+    def __init__(self, size: int) -> None:
+        self.memory = np.empty(size, np.uint8)
+        self.address = address(self.memory)
+
+    @classmethod
+    def of(cls, size: int) -> _Room:
+        """At least ``size`` bytes; not kept if they are more than ``LARGEST``."""
+        kept: _Room | None = getattr(cls.own, "room", None)
+        if kept is None or kept.memory.size < size:
+            kept = cls(size)
+            if size <= LARGEST:
+                cls.own.room = kept
+        return kept
 
 
 @functools.lru_cache(maxsize=4)

@@ -29,6 +29,7 @@ from backends.cpu_vectors import (
     add_four_one,
     add_four_two,
     add_one_eight,
+    add_one_four,
     add_one_one,
     add_one_two,
     add_two_four,
@@ -42,6 +43,8 @@ from backends.cpu_vectors import (
     score_row,
     to_floats,
     to_halves,
+    to_integers,
+    to_places,
     widen_eight,
     widen_four,
 )  # fmt: skip
@@ -56,8 +59,6 @@ EXACT = {"contract"}
 ZERO, ONE, NOTHING = np.float32(0), np.float32(1), np.float32(-np.inf)
 LISTED = types.Array(types.int32, 1, "C", readonly=True)
 TABLE = types.Array(types.int32, 2, "C", readonly=True)
-ROWS = types.Array(types.float32, 3, "C")
-SINKS = types.Array(types.float32, 1, "C", readonly=True)
 
 
 @part(ARITHMETIC)
@@ -68,6 +69,11 @@ def _padded(dim: Any) -> Any:
 @part(ARITHMETIC)
 def _floats(address: Any, count: Any) -> Any:
     return carray(to_floats(address), (count,))
+
+
+@part(ARITHMETIC)
+def _integers(address: Any, rows: Any, each: Any) -> Any:
+    return carray(to_integers(address), (rows, each))
 
 
 @part(ARITHMETIC)
@@ -147,7 +153,7 @@ def _rows(
     if not gathered and kind == F32:
         return run, cell_step
     for c in range(count):
-        cell = np.int64(index[first + c]) if gathered else first + c
+        cell = np.int64(index[first + c, 0]) if gathered else first + c
         row, into = address + cell * cell_step + head * head_step, out + c * width * 4
         if kind == F32:
             copy(row, cell_step, 1, dim, into, width * 4)
@@ -232,6 +238,9 @@ def _add_all(
             elif vectors > 7:
                 add_one_eight(w, each, count, v, value_step, left, o, step)
                 wide = 8
+            elif vectors > 3:
+                add_one_four(w, each, count, v, value_step, left, o, step)
+                wide = 4
             elif vectors > 1:
                 add_one_two(w, each, count, v, value_step, left, o, step)
                 wide = 2
@@ -250,7 +259,7 @@ def _mark(readers: Any, first: Any, slots: Any, number: Any, piece: Any, marks: 
     low, high = (number + 1) * piece, number * piece
     for i in range(marks.shape[0]):
         begin, end = np.int64(readers[first + i, 1]), np.int64(readers[first + i, 2])
-        marks[i, 2] = slots[first + i] + number - begin // piece
+        marks[i, 2] = np.int64(slots[first + i, 0]) + number - begin // piece
         marks[i, 0], marks[i, 1] = max(begin, number * piece), min(end, (number + 1) * piece)
         if marks[i, 0] < marks[i, 1]:
             low, high = min(low, marks[i, 0]), max(high, marks[i, 1])
@@ -260,33 +269,30 @@ def _mark(readers: Any, first: Any, slots: Any, number: Any, piece: Any, marks: 
 WRONG_READER, WRONG_SEGMENT = -1, -2
 
 
-@kernel(TABLE, TABLE, LISTED, result=types.int64, fastmath=False)
+@kernel(TABLE, TABLE, LISTED, result=types.UniTuple(types.int64, 4), fastmath=False)
 def survey(segments: Any, readers: Any, index: Any) -> Any:
-    """One more than the largest row that a plan reads, or a code for an invalid row."""
-    reach, seen = np.int64(0), np.int64(0)
+    """One more than the largest row that a plan reads, or a code for an invalid row; the number of rows of
+    all segments, of the longest, and the most readers of one.
+    """
+    reach, seen, rows, longest, most = np.int64(0), np.int64(0), np.int64(0), np.int64(0), np.int64(0)
     for gathered, start, length, first, stop in segments:
         if first < 0 or stop > readers.shape[0]:
-            return WRONG_READER
+            return WRONG_READER, rows, longest, most
         for i in range(first, stop):
             if not 0 <= readers[i, 1] < readers[i, 2] <= length:
-                return WRONG_READER
-        seen += stop - first
+                return WRONG_READER, rows, longest, most
+        count = np.int64(stop) - first
+        seen, rows, longest, most = seen + count, rows + length, max(longest, length), max(most, count)
         end = np.int64(start) + length
         if start < 0 or (gathered and end > index.size):
-            return WRONG_SEGMENT
+            return WRONG_SEGMENT, rows, longest, most
         if not gathered:
             reach = max(reach, end)
     for row in index:
         if row < 0:
-            return WRONG_SEGMENT
+            return WRONG_SEGMENT, rows, longest, most
         reach = max(reach, np.int64(row) + 1)
-    return reach if seen == readers.shape[0] else WRONG_READER
-
-
-def scratch_size(rows: int, head_dim: int, v_dim: int) -> int:
-    """The number of scratch floats of ``attend`` for this number of query rows per task."""
-    k_width, v_width = (-(-dim // LANES) * LANES for dim in (head_dim, v_dim))
-    return rows * (k_width + v_width + CHUNK + 2) + CHUNK * (k_width + v_width) + 16
+    return reach if seen == readers.shape[0] else WRONG_READER, rows, longest, most
 
 
 @part(ARITHMETIC)
@@ -334,54 +340,45 @@ def _attend_chunk(
 
 @part(ARITHMETIC)
 def _keep(
-    seen: Any, head: Any, group: Any, width: Any, sums: Any, stats: Any, parts: Any, totals: Any
+    seen: Any, heads: Any, head: Any, group: Any, v_dim: Any, sums: Any, stats: Any, parts: Any
 ) -> None:
     """Store the result of each reader in its slot."""
-    v_dim = parts.shape[2]
+    width = _padded(v_dim)
     for i in range(seen.shape[0]):
         if seen[i, 0] < seen[i, 1]:
             for g in range(group):
-                row, slot = i * group + g, seen[i, 2]
+                row, place = i * group + g, parts + (seen[i, 2] * heads + head + g) * (v_dim + 2) * 4
                 added, known = _floats(sums + row * width * 4, v_dim), _floats(stats + row * 8, 2)
+                part = _floats(place, v_dim + 2)
+                part[0], part[1] = known[0], known[1]
                 for d in range(v_dim):
-                    parts[slot, head + g, d] = added[d]
-                totals[slot, head + g, 0], totals[slot, head + g, 1] = known[0], known[1]
+                    part[2 + d] = added[d]
 
 
-STORED, FOUR = types.UniTuple(types.int64, 7), types.UniTuple(types.int64, 4)
-
-
-@kernel(
-    FOUR, types.float32, STORED, STORED, FOUR, *[TABLE] * 3, *[LISTED] * 2, types.int64, ROWS, ROWS,
-    types.Array(types.float32, 1, "C"), types.Array(types.int64, 2, "C"), types.int64, types.int64,
-    fastmath=ARITHMETIC,
-)  # fmt: skip
-def attend(
-    query: Any, scale: Any, key: Any, value: Any, sizes: Any, tasks: Any, segments: Any, readers: Any,
-    slots: Any, index: Any, piece: Any, parts: Any, totals: Any, scratch: Any, marks: Any, unit: Any,
-    stop: Any,
-) -> None:  # fmt: skip
-    """Units ``[unit, stop)`` of work: unit ``i * kv_heads + h`` is KV head h of task i.
-
-    query: its kind, address, and steps of a token and of a head; it is multiplied by ``scale``. key and
-    value: kind, address, steps of a row and of a head; for codes the same three of their scales (F16), else
-    zeros. sizes: kv_heads, query heads of each, head_dim, v_dim. segments, readers and index are the plan's;
-    tasks, slots and ``piece``, the rows of a chunk, as in ``ragged_kernel.Launch``. The weighted sum of
-    values of each slot is written to ``parts`` (all slots, heads, v_dim), its highest score and its sum of
-    weights to ``totals`` (all slots, heads, 2).
-
-    Scratch memory: marks (most readers of a task, 3), and scratch, ``scratch_size`` floats.
-    """
-    kv_heads, group, head_dim, v_dim = sizes
+@part(ARITHMETIC)
+def _attend(
+    work: Any, query: Any, scale: Any, key: Any, value: Any, parts: Any, scratch: Any, unit: Any, stop: Any
+) -> None:
+    kv_heads, group, head_dim, v_dim, piece = work[0], work[1], work[2], work[3], work[4]
+    given, tasks, segments = work[5], _integers(work[5], work[6], 4), _integers(work[7], work[8], 5)
+    readers, slots = _integers(work[9], work[10], 3), _integers(work[11], work[10], 1)
+    index, most = _integers(work[12], work[13], 1), work[14]
     k_width, v_width = _padded(head_dim), _padded(v_dim)
-    keys = (scratch.ctypes.data + 63) // 64 * 64
+    marks = carray(to_places(scratch), (most, 3))
+    keys = (scratch + most * 24 + 63) // 64 * 64
     values = keys + CHUNK * k_width * 4
     weights = values + CHUNK * v_width * 4
     while unit < stop:
-        segment, first, last, number = tasks[unit // kv_heads]
-        kv_head, gathered, start = unit % kv_heads, segments[segment, 0], np.int64(segments[segment, 1])
-        seen, rows = marks[: last - first], np.int64(last - first) * group
-        low, high = _mark(readers, first, slots, np.int64(number), piece, seen)
+        task, kv_head = unit // kv_heads, unit % kv_heads
+        if given:
+            segment, number = np.int64(tasks[task, 0]), np.int64(tasks[task, 3])
+            first, last = np.int64(tasks[task, 1]), np.int64(tasks[task, 2])
+        else:
+            segment, number = task, np.int64(0)
+            first, last = np.int64(segments[task, 3]), np.int64(segments[task, 4])
+        gathered, start = segments[segment, 0], np.int64(segments[segment, 1])
+        seen, rows = marks[: last - first], (last - first) * group
+        low, high = _mark(readers, first, slots, number, piece, seen)
         queries = weights + rows * CHUNK * 4
         sums = queries + rows * k_width * 4
         stats = sums + rows * v_width * 4
@@ -400,34 +397,60 @@ def attend(
             _attend_chunk(
                 seen, at, size, group, queries, k, k_step, v, v_step, head_dim, v_dim, weights, sums, stats
             )
-        _keep(seen, kv_head * group, group, v_width, sums, stats, parts, totals)
+        _keep(seen, kv_heads * group, kv_head * group, group, v_dim, sums, stats, parts)
         unit += 1
 
 
-@kernel(ROWS, ROWS, LISTED, SINKS, types.int64, fastmath=ARITHMETIC)
-def merge(parts: Any, totals: Any, edges: Any, sinks: Any, out: Any) -> None:
-    """Merge the slots ``[edges[q], edges[q + 1])`` of each query q into ``out``: F32 (tokens, heads, v_dim).
-
-    Sinks (heads,) take part in the softmax; none: an empty array.
-    """
-    _, heads, v_dim = parts.shape
-    for token in range(edges.size - 1):
+@part(ARITHMETIC)
+def _merge(work: Any, parts: Any, sinks: Any, out: Any) -> None:
+    """Merge the slots ``[edges[q], edges[q + 1])`` of each query q into ``out``."""
+    heads, v_dim, tokens = work[0] * work[1], work[3], work[16]
+    edges, step = _integers(work[15], tokens + 1, 1), (v_dim + 2) * 4
+    for token in range(tokens):
+        first, last = np.int64(edges[token, 0]), np.int64(edges[token + 1, 0])
         for head in range(heads):
             top, total = NOTHING, ZERO
-            for slot in range(edges[token], edges[token + 1]):
-                top = max(top, totals[slot, head, 0])
-            if sinks.size and sinks[head] > NOTHING:
-                top = max(top, sinks[head])
-                total = _exp(sinks[head] - top)
+            for slot in range(first, last):
+                top = max(top, _floats(parts + (slot * heads + head) * step, 1)[0])
+            if sinks:
+                sink = _floats(sinks, heads)[head]
+                if sink > NOTHING:
+                    top = max(top, sink)
+                    total = _exp(sink - top)
             into = _floats(out + (token * heads + head) * v_dim * 4, v_dim)
             for d in range(v_dim):
                 into[d] = ZERO
-            for slot in range(edges[token], edges[token + 1]):
-                if totals[slot, head, 0] > NOTHING or totals[slot, head, 1] != ZERO:
-                    weight = _exp(totals[slot, head, 0] - top)
-                    total += weight * totals[slot, head, 1]
-                    found = parts[slot, head]
+            for slot in range(first, last):
+                part = _floats(parts + (slot * heads + head) * step, v_dim + 2)
+                if part[0] > NOTHING or part[1] != ZERO:
+                    weight = _exp(part[0] - top)
+                    total += weight * part[1]
                     for d in range(v_dim):
-                        into[d] += weight * found[d]
+                        into[d] += weight * part[2 + d]
             for d in range(v_dim):
                 into[d] /= total
+
+
+PLACE, FOUR, STORED = types.int64, types.UniTuple(types.int64, 4), types.UniTuple(types.int64, 7)
+
+
+@kernel(PLACE, FOUR, types.float32, STORED, STORED, *[PLACE] * 6, fastmath=ARITHMETIC)
+def attend(
+    work: Any, query: Any, scale: Any, key: Any, value: Any, sinks: Any, parts: Any, scratch: Any, unit: Any,
+    stop: Any, out: Any,
+) -> None:  # fmt: skip
+    """Units ``[unit, stop)`` of work: unit ``i * kv_heads + h`` is KV head h of task i; then, unless ``out``
+    is 0, merge what all units have left in ``parts``.
+
+    work: ``cpu_attention.Launch.arguments``. query: its kind, address, and steps of a token and of a head; it
+    is multiplied by ``scale``. key and value: kind, address, steps of a row and of a head; for codes the same
+    three of their scales (F16), else zeros. sinks, F32 (heads,), take part in the softmax; 0 for none. out:
+    F32 (tokens, heads, v_dim).
+
+    ``parts`` (all slots, heads, 2 + v_dim): the highest score of each slot, its sum of weights, and its
+    weighted sum of values. ``scratch`` is memory for what ``cpu_attention.scratch_size`` says.
+    """
+    given = carray(to_places(work), (17,))
+    _attend(given, query, scale, key, value, parts, scratch, unit, stop)
+    if out:
+        _merge(given, parts, sinks, out)

@@ -51,9 +51,7 @@ class _Vectors:
         lanes = ir.Constant(ir.VectorType(INT64, self.count), list(range(self.count)))
         shown = builder.icmp_signed("<", lanes, _Vectors(INT64, self.count, 8).spread(builder, count))
         kind = ir.FunctionType(self.type, [place.type, INT32, shown.type, self.type])
-        load = cgutils.get_or_insert_function(
-            builder.module, kind, f"llvm.masked.load.v{self.count}f32.p0"
-        )
+        load = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.load.v{self.count}f32.p0")
         return builder.call(load, [place, ir.Constant(INT32, self.align), shown, self.all(0)])
 
     def store(self, builder: Any, vector: Any, address: Any) -> None:
@@ -306,9 +304,8 @@ def copy(typing: Any, row: Any, row_step: Any, count: Any, dim: Any, out: Any, o
             with cgutils.for_range(builder, builder.udiv(out_step, _number(LANES * 4))) as part:
                 at = builder.mul(part.index, _number(LANES * 4))
                 left = builder.sub(dim, builder.mul(part.index, _number(LANES)))
-                FLOATS.store(
-                    builder, FLOATS.load_first(builder, builder.add(source, at), left), builder.add(target, at)
-                )
+                found = FLOATS.load_first(builder, builder.add(source, at), left)
+                FLOATS.store(builder, found, builder.add(target, at))
         return context.get_dummy_value()
 
     return types.void(*[place] * 6), generate
@@ -328,8 +325,10 @@ def _pointing(element: Any, kind: Any) -> Any:
 score_block, score_row, score_column, score_one = (
     _scoring(tall, wide) for tall, wide in ((TALL, WIDE), (1, WIDE), (TALL, 1), (1, 1))
 )
-add_four_two, add_four_one, add_two_four, add_two_one, add_one_eight, add_one_two, add_one_one = (
-    _adding(tall, wide) for tall, wide in ((4, 2), (4, 1), (2, 4), (2, 1), (1, 8), (1, 2), (1, 1))
+add_four_two, add_four_one, add_two_four, add_two_one = (
+    _adding(tall, wide) for tall, wide in ((4, 2), (4, 1), (2, 4), (2, 1))
 )
+add_one_eight, add_one_four, add_one_two, add_one_one = (_adding(1, wide) for wide in (8, 4, 2, 1))
 widen_four, widen_eight = _widening(4), _widening(8)
 to_floats, to_halves = _pointing(FLOAT, types.float32), _pointing(ir.IntType(16), types.uint16)
+to_integers, to_places = _pointing(INT32, types.int32), _pointing(INT64, types.int64)

@@ -31,8 +31,8 @@ class _Notice(event.Listener):
 
 @functools.cache
 def announce() -> None:
-    """Log a warning, once per process, since compilation takes up to half a minute without output."""
-    log.warning("compiling kernels for this processor: about 20 seconds, once for each version of numba")
+    """Log a warning, once per process, since compilation takes several seconds without output."""
+    log.warning("compiling kernels for this processor: about 10 seconds, once for each version of numba")
 
 
 def _compiled(function: Any, *signature: Any, **options: Any) -> Any:

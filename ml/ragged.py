@@ -80,6 +80,9 @@ class RaggedPlan:
                 )
             self.part_starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
             self.parts = np.argsort(queries, kind="stable").astype(np.int32)
+        self._begin()
+
+    def _begin(self) -> None:
         self.memo: dict[object, Any] = {}
         """What a host backend derives from the plan, for further layers."""
         self.packers: dict[str, Pack] = {}
@@ -88,6 +91,18 @@ class RaggedPlan:
         context.
         """
         self._laid: dict[str, tuple[Any, Callable[[Context], Tensor]]] = {}
+
+    def grown(self, segments: np.ndarray, rows: int) -> RaggedPlan:
+        """The plan with these segments, of one reader each, longer by ``rows``, which their readers see."""
+        made = object.__new__(RaggedPlan)
+        made.tokens, made.index, made.part_starts, made.parts = (
+            self.tokens, self.index, self.part_starts, self.parts,
+        )  # fmt: skip
+        made.segments, made.readers = self.segments.copy(), self.readers.copy()
+        made.segments[segments, 2] += rows
+        made.readers[made.segments[segments, 3], 2] += rows
+        made._begin()
+        return made
 
     def rows(self, segment: int) -> np.ndarray:
         """The buffer rows of a segment, in order."""

@@ -10,13 +10,13 @@ import functools
 import importlib
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from backends import cpu_attention
-from backends.cpu_attention import Array, Launch, Stored
+from backends.cpu_attention import Array, Launch, Repeated, Stored
 from backends.torch.convert import FROM_TORCH
 from backends.torch.ragged_work import Work, choose_tile, divide
 from backends.torch.tensor import Placement, TorchTensor
@@ -42,11 +42,11 @@ def attend_ragged(
     sinks: TorchTensor | None,
 ) -> TorchTensor | None:
     """See ``ml.SupportsRaggedAttention``. None if there are no kernels for the device."""
-    last: _Last | None = plan.memo.get(_Last)
+    last: Repeated | None = plan.memo.get(Repeated)
     if last is not None and sinks is None:
-        result = last.attend(ctx, query, key, value, scale)
-        if result is not None:
-            return result
+        stored, q = last.operands(ctx.backend, query, key, value), query.native
+        if stored is not None and q.is_cpu and q.stride(2) == 1:
+            return _run(ctx, last.launch, last.kind, q, *stored, scale, None, last.dtype)
     check_peers("ragged_attention", ctx.backend, query, key, value, sinks)
     kernels = kernels_on(ctx.torch_device)
     if kernels is None:
@@ -55,7 +55,7 @@ def attend_ragged(
         keys, values = stored_of([key], key.dtype.name), stored_of([value], value.dtype.name)
         result = attend_on_cpu("ragged_attention", ctx, query, keys, values, plan, scale, sinks)
         if result is not None and not ctx.moves:
-            plan.memo[_Last] = _Last.of(plan, query, key, value)
+            Repeated.remember(plan, query, key, value)
         return result
     q, k, v = query.native_on(ctx), key.native_on(ctx), value.native_on(ctx)
     logits = None if sinks is None else sinks.native_on(ctx)
@@ -95,47 +95,6 @@ def array_of(native: torch.Tensor) -> Array:
     return Array(native.data_ptr(), tuple(native.size()), [step * size for step in native.stride()], size)
 
 
-class _Last(NamedTuple):
-    """A plan's attention on the CPU over plain storage, for further layers whose tensors look the same."""
-
-    launch: Launch
-    kind: int
-    """Of the query."""
-    shapes: tuple[Sequence[int], ...]
-    """Of query, K and V."""
-    dtype: torch.dtype
-    stored_as: object
-    """Of K and V, as in ``TorchTensor.on_cpu``."""
-
-    @classmethod
-    def of(cls, plan: RaggedPlan, query: TorchTensor, key: TorchTensor, value: TorchTensor) -> _Last:
-        q, shapes = query.native, (query.shape, key.on_cpu[1].shape, value.on_cpu[1].shape)
-        launch = cpu_attention.launch_of("ragged_attention", plan, *shapes)
-        return cls(launch, _KINDS[query.dtype], shapes, q.dtype, key.on_cpu[0])
-
-    def attend(
-        self, ctx: Placement, query: TorchTensor, key: TorchTensor, value: TorchTensor, scale: float
-    ) -> TorchTensor | None:
-        """None unless they do."""
-        launch, kind, shapes, dtype, stored_as = self
-        q = query.native
-        keys: Any
-        values: Any
-        keys_as, keys = getattr(key, "on_cpu", _NOT_STORED)
-        values_as, values = getattr(value, "on_cpu", _NOT_STORED)
-        if (
-            q.dtype is not dtype or q.shape != shapes[0] or q.stride(2) != 1 or not q.is_cpu
-            or keys_as != stored_as or values_as != stored_as
-            or keys.shape != shapes[1] or values.shape != shapes[2]
-            or not query.backend is key.backend is value.backend is ctx.backend
-        ):  # fmt: skip
-            return None
-        return _run(ctx, launch, kind, q, keys, values, scale, None, query.dtype)
-
-
-_NOT_STORED: tuple[object, Any] = None, None
-
-
 def attend_on_cpu(
     op: str, ctx: Placement, query: TorchTensor, key: Stored | None, value: Stored | None, plan: RaggedPlan,
     scale: float, sinks: TorchTensor | None,
@@ -150,12 +109,12 @@ def attend_on_cpu(
         q = q.contiguous()
     launch = cpu_attention.launch_of(op, plan, query.shape, key.shape, value.shape)
     logits = None if sinks is None else sinks.native_on(ctx).detach().float().contiguous().numpy()
-    return _run(ctx, launch, kind, q, key, value, scale, logits, query.dtype)
+    return _run(ctx, launch, kind, q, key.arguments, value.arguments, scale, logits, query.dtype)
 
 
 def _run(
-    ctx: Placement, launch: Launch, kind: int, q: torch.Tensor, key: Stored, value: Stored, scale: float,
-    sinks: np.ndarray | None, dtype: DType,
+    ctx: Placement, launch: Launch, kind: int, q: torch.Tensor, key: Sequence[int], value: Sequence[int],
+    scale: float, sinks: np.ndarray | None, dtype: DType,
 ) -> TorchTensor:  # fmt: skip
     size, steps = q.element_size(), q.stride()
     asked = kind, q.data_ptr(), steps[0] * size, steps[1] * size
@@ -163,7 +122,7 @@ def _run(
         out = torch.empty_like(q)  # the other takes longer
     else:
         out = torch.empty((*q.shape[:2], launch.v_dim), dtype=torch.float32)
-    launch.run(asked, key.arguments, value.arguments, scale, sinks, torch.get_num_threads(), out.data_ptr())
+    launch.run(asked, key, value, scale, sinks, torch.get_num_threads(), out.data_ptr())
     return TorchTensor.own(ctx, out if q.dtype is torch.float32 else out.to(q.dtype), dtype)
 
 

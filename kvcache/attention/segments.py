@@ -157,10 +157,7 @@ class KeptSegments:
             plan = ragged_plan(self.found, tokens)
         else:
             grown, before = self._planned
-            segments, readers, more = before.segments.copy(), before.readers.copy(), self._grown - grown
-            segments[self._tails, 2] += more
-            readers[segments[self._tails, 3], 2] += more
-            plan = ml.RaggedPlan(tokens, segments, readers, before.index)
+            plan = before.grown(self._tails, self._grown - grown)
         self._planned = self._grown, plan
         return plan
 
