@@ -42,8 +42,7 @@ class OursOnMlx(Decoding):
         for i in range(self.layers):
             key, value = self.layer(i)
             # What attention does with them: an array each, for as long as the step lasts.
-            arrays = [x.storage.read(x.offset, x.shape, x.strides) for x in (key, value)]  # type: ignore[attr-defined]
-            views.append((key, value, arrays))
+            views.append((key, value, key.read(), value.read()))  # type: ignore[attr-defined]
         self.held = [pair[:2] for pair in views]
         del views
         self._drain()

@@ -40,10 +40,13 @@ class MlxStorage(Storage):
     ``raw``: the array is an operation's result, whose memory layout MLX does not expose. It is put in C order
     once, when a strided view or a write first needs it; nothing is copied if it already is. ``borrowed``: it
     came through ``from_native``, and is not counted. ``private_at``: from this epoch on, the array's memory
-    is not shared, unless an operation has used it since.
+    is not shared, unless an operation has used it since. ``permuted``: the strides and the shape of a tensor
+    that covers all of it, with its axes in another order; views with that tuple of strides are read at once.
     """
 
-    __slots__ = ("borrowed", "nbytes", "private_at", "raw", "read_at", "shape", "work", "written_at")
+    __slots__ = (
+        "borrowed", "nbytes", "permuted", "private_at", "raw", "read_at", "shape", "work", "written_at",
+    )  # fmt: skip
 
     array: Any
 
@@ -57,6 +60,7 @@ class MlxStorage(Storage):
         self.raw = raw
         self.borrowed = not owned
         self.read_at = self.private_at = 0
+        self.permuted: tuple[Shape | None, Shape] = None, (0, 0, 0)
         self.written_at = work.epoch
         work.storages[id(self)] = weakref.ref(self)
 
@@ -82,6 +86,15 @@ class MlxStorage(Storage):
         """The array of a view, which aliases the buffer: drop it before the next write."""
         self.read_at = self.work.epoch
         stream = self.work.stream
+        known, (rows, heads, dim) = self.permuted
+        if (
+            strides is known
+            and not self.raw
+            and 0 < shape[0] <= rows
+            and 0 < shape[1] <= heads
+            and 0 < shape[2] <= dim
+        ):
+            return mx.as_strided(self.array, shape, strides, offset, stream=stream)
         if 0 in shape:
             return mx.zeros(shape, self.array.dtype, stream=stream)
         if offset == 0 and is_contiguous(shape, strides):

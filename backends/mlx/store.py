@@ -58,8 +58,12 @@ class Half:
         if len({id(tensor.storage) for tensor in tensors}) < len(tensors):
             return None
         halves = [cls(tensor) for tensor in tensors]
-        alike = all(half.whole and half.axis == halves[0].axis for half in halves)
-        return halves if alike else None
+        if not all(half.whole and half.axis == halves[0].axis for half in halves):
+            return None
+        for half, tensor in zip(halves, tensors, strict=True):
+            if half.order != (0, 1, 2):
+                half.storage.permuted = half.strides, tensor.shape
+        return halves
 
     def accept(self, source: Any, count: int, backend: BaseBackend) -> Any:
         """The array of ``source`` with its axes in the storage's order; None unless it is the plain case."""
