@@ -34,7 +34,8 @@ UNITS = 128
 segment.
 """
 WORTH = 1 << 14
-"""Cells of one KV head, each read for four queries, that justify another thread."""
+"""Cells of one KV head that justify another thread, if they are read for up to ``SERVED`` queries each."""
+SERVED = 4
 LARGEST = 1 << 22
 """The most bytes that a thread keeps for its next attention."""
 
@@ -155,8 +156,8 @@ class Work(NamedTuple):
     """The number of slots."""
     abreast: int
     """The most readers of a task."""
-    rows: int
-    """Rows of segments that the tasks read, each once for all of its readers."""
+    cost: int
+    """Cells of one KV head, in the sense of ``WORTH``."""
     reach: int
     """The number of rows that the buffers must have."""
 
@@ -164,13 +165,14 @@ class Work(NamedTuple):
     def of(cls, op: str, plan: RaggedPlan, kv_heads: int, group: int) -> Work:
         """Raises BoundsError for invalid rows."""
         compiled: Any = kernels()
-        reach, rows, longest, most = compiled.survey(plan.segments, plan.readers, plan.index)
+        reach, rows, pairs, longest, most = compiled.survey(plan.segments, plan.readers, plan.index)
         if reach == compiled.WRONG_READER:
             raise BoundsError(f"{op}: a reader of the plan sees rows outside of its segment, or none")
         if reach == compiled.WRONG_SEGMENT:
             raise BoundsError(f"{op}: a segment of the plan has rows that no buffer has")
         abreast = min(most, max(1, ABREAST // group))
-        if rows * kv_heads < 2 * WORTH and most == abreast:  # for one thread
+        cost = max(rows, pairs * group // SERVED) * kv_heads
+        if cost < 2 * WORTH and most == abreast:  # for one thread
             slots = np.empty_like(plan.parts)
             slots[plan.parts] = np.arange(slots.size)
             work = _NONE, len(plan.segments), slots, plan.part_starts, longest, slots.size
@@ -178,7 +180,7 @@ class Work(NamedTuple):
             packed, count, parts = layout(plan, abreast, kv_heads * BLOCKS // UNITS)
             piece, to_slots, to_edges = packed[:3].tolist()
             work = packed[8:to_slots], count, packed[to_slots:to_edges], packed[to_edges:], piece, parts
-        return cls(*work, abreast, rows, reach)
+        return cls(*work, abreast, cost, reach)
 
 
 _NONE = np.empty(0, np.int32)
@@ -221,7 +223,7 @@ class Launch(NamedTuple):
             work.abreast, edges, tokens,
         ])  # fmt: skip
         units = work.task_count * kv_heads
-        threads = min(units, work.rows * kv_heads // WORTH)
+        threads = min(units, work.cost // WORTH)
         scratch = scratch_size(work.abreast, group, head_dim, v_dim)
         parts = -(-work.parts * heads * (v_dim + 2) // 16) * 64
         kept = numbers, *lists

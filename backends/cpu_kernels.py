@@ -269,30 +269,34 @@ def _mark(readers: Any, first: Any, slots: Any, number: Any, piece: Any, marks: 
 WRONG_READER, WRONG_SEGMENT = -1, -2
 
 
-@kernel(TABLE, TABLE, LISTED, result=types.UniTuple(types.int64, 4), fastmath=False)
+@kernel(TABLE, TABLE, LISTED, result=types.UniTuple(types.int64, 5), fastmath=False)
 def survey(segments: Any, readers: Any, index: Any) -> Any:
     """One more than the largest row that a plan reads, or a code for an invalid row; the number of rows of
-    all segments, of the longest, and the most readers of one.
+    all segments, of pairs of a reader and a row that it sees, of rows of the longest segment, and of readers
+    of the most read one.
     """
-    reach, seen, rows, longest, most = np.int64(0), np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+    reach, seen, rows, pairs, longest, most = (
+        np.int64(0), np.int64(0), np.int64(0), np.int64(0), np.int64(0), np.int64(0),
+    )  # fmt: skip
     for gathered, start, length, first, stop in segments:
         if first < 0 or stop > readers.shape[0]:
-            return WRONG_READER, rows, longest, most
+            return WRONG_READER, rows, pairs, longest, most
         for i in range(first, stop):
             if not 0 <= readers[i, 1] < readers[i, 2] <= length:
-                return WRONG_READER, rows, longest, most
+                return WRONG_READER, rows, pairs, longest, most
+            pairs += np.int64(readers[i, 2]) - readers[i, 1]
         count = np.int64(stop) - first
         seen, rows, longest, most = seen + count, rows + length, max(longest, length), max(most, count)
         end = np.int64(start) + length
         if start < 0 or (gathered and end > index.size):
-            return WRONG_SEGMENT, rows, longest, most
+            return WRONG_SEGMENT, rows, pairs, longest, most
         if not gathered:
             reach = max(reach, end)
     for row in index:
         if row < 0:
-            return WRONG_SEGMENT, rows, longest, most
+            return WRONG_SEGMENT, rows, pairs, longest, most
         reach = max(reach, np.int64(row) + 1)
-    return reach if seen == readers.shape[0] else WRONG_READER, rows, longest, most
+    return reach if seen == readers.shape[0] else WRONG_READER, rows, pairs, longest, most
 
 
 @part(ARITHMETIC)
