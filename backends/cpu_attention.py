@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from backends.ragged_kernel import BLOCKS, layout
-from ml.dtypes import DType
 from ml.errors import BoundsError, ShapeError
 from ml.ragged import RaggedPlan
 
@@ -279,43 +278,53 @@ def launch_of(
     return launch
 
 
-class Repeated(NamedTuple):
-    """A plan's attention over plain storage, for further layers whose tensors look the same."""
+class Repeated:
+    """A plan's attention over plain storage, for further layers whose tensors look the same, in the thread of
+    the first.
+    """
 
-    launch: Launch
-    kind: int
-    """Of the query."""
-    dtype: DType
-    shape: Sequence[int]
-    """Of the query."""
-    stored_as: object
-    """Of K and V, as ``stored_of`` caches it."""
-    key: Sequence[int]
-    value: Sequence[int]
+    __slots__ = (
+        "_attend", "_backend", "_dtype", "_key", "_launch", "_room", "_scratch", "_shape", "_stored_as",
+        "_value", "kind", "v_dim",
+    )  # fmt: skip
 
-    @classmethod
-    def remember(cls, plan: RaggedPlan, query: Any, key: Any, value: Any) -> None:
-        """After it has been computed once."""
-        stored_as, keys = key.on_cpu
-        dtype, shapes = query.dtype, (query.shape, keys.shape, value.on_cpu[1].shape)
-        launch = launch_of("ragged_attention", plan, *shapes)
-        plan.memo[cls] = cls(launch, KINDS[dtype.name], dtype, shapes[0], stored_as, *shapes[1:])
+    def __init__(self, plan: RaggedPlan, query: Any, key: Any, value: Any) -> None:
+        """``query``, ``key`` and ``value`` have been attended with ``plan``."""
+        compiled: Any = kernels()
+        self._attend, self._backend = compiled.attend, query.backend
+        self._dtype, self._shape = query.dtype, query.shape
+        self._stored_as, keys = key.on_cpu
+        self._key, self._value = keys.shape, value.on_cpu[1].shape
+        self._launch = launch = launch_of("ragged_attention", plan, self._shape, self._key, self._value)
+        self._room = _Room.of(launch.parts + launch.scratch)
+        self._scratch = self._room.address + launch.parts
+        self.kind, self.v_dim = KINDS[self._dtype.name], launch.v_dim
 
-    def operands(self, backend: object, query: Any, key: Any, value: Any) -> tuple[Any, Any] | None:
+    def operands(self, ctx: Any, query: Any, key: Any, value: Any) -> tuple[Any, Any] | None:
         """The arguments of K and V; None unless the tensors look the same."""
-        _, _, dtype, shape, stored_as, key_shape, value_shape = self
         keys: Any
         values: Any
         keys_as, keys = getattr(key, "on_cpu", _NOT_STORED)
         values_as, values = getattr(value, "on_cpu", _NOT_STORED)
         if (
-            query.dtype is not dtype or query.shape != shape
-            or keys_as != stored_as or values_as != stored_as
-            or keys.shape != key_shape or values.shape != value_shape
-            or not query.backend is key.backend is value.backend is backend
+            query.dtype is not self._dtype or query.shape != self._shape
+            or keys_as != self._stored_as or values_as != self._stored_as
+            or keys.shape != self._key or values.shape != self._value
+            or not query.backend is key.backend is value.backend is ctx.backend is self._backend
         ):  # fmt: skip
             return None
         return keys.arguments, values.arguments
+
+    def run(
+        self, query: Sequence[int], stored: tuple[Any, Any], scale: float, threads: int, out: int
+    ) -> None:
+        """As ``Launch.run``."""
+        launch = self._launch
+        if threads > 1 and launch.threads > 1:
+            launch.run(query, *stored, scale, None, threads, out)
+        else:
+            parts = self._room.address
+            self._attend(launch.work, query, scale, *stored, 0, parts, self._scratch, 0, launch.units, out)
 
 
 _NOT_STORED: tuple[object, Any] = None, None

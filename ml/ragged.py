@@ -50,7 +50,7 @@ class RaggedPlan:
     """
 
     __slots__ = (
-        "_laid", "index", "memo", "packers", "part_starts", "parts", "readers", "segments", "tokens",
+        "_laid", "again", "index", "memo", "packers", "part_starts", "parts", "readers", "segments", "tokens",
         "upload",
     )  # fmt: skip
 
@@ -85,6 +85,10 @@ class RaggedPlan:
     def _begin(self) -> None:
         self.memo: dict[object, Any] = {}
         """What a host backend derives from the plan, for further layers."""
+        self.again: Again | None = None
+        """``again(ctx, query, key, value, scale)``: the attention of further layers over plain storage, if
+        the backend has set it with that of the first; None if their tensors differ from the first's.
+        """
         self.packers: dict[str, Pack] = {}
         self.upload: Callable[[np.ndarray], Callable[[Context], Tensor]] = _uploaded
         """Takes an I32 array, which must not change; returns a function that returns it on the device of a
@@ -147,6 +151,7 @@ def _counting(count: int) -> np.ndarray:
     return np.arange(count, dtype=np.int32)
 
 
+Again = Callable[[Any, Any, Any, Any, float], "Tensor | None"]
 Pack = Callable[[RaggedPlan], tuple[Any, np.ndarray]]
 """The data that a backend keeps of a plan, and the I32 array that it uploads."""
 

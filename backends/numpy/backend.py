@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from backends import cpu_attention
-from backends.cpu_attention import BITS, Array, Launch, Repeated, Stored, address
+from backends.cpu_attention import BITS, Array, Repeated, Stored, address
 from backends.cpu_store import Codes, CodesStore, floats
 from backends.cpu_store import encoded as compiled
 from backends.numpy.erf import erf
@@ -84,12 +84,6 @@ class NumpyBackend(BaseBackend):
         formats: tuple[str, str] | None = None,
     ) -> NumpyTensor | None:
         """See ``ml.SupportsRaggedAttention``. On one thread, by numba; None without it."""
-        last: Repeated | None = plan.memo.get(Repeated)
-        if last is not None and sinks is None and formats is None and not self.closed:
-            stored, q = last.operands(ctx.active_backend, query, key, value), query.native
-            if stored is not None and q.strides[2] == q.itemsize:
-                steps = last.kind, address(q), q.strides[0], q.strides[1]
-                return self._attended(ctx, query, last.launch, steps, *stored, scale, None)
         ctx.check("ragged_attention", query)
         keys, values = _stored(key, value, formats, query.dtype)
         if keys is None or values is None or not query.dtype.is_float or cpu_attention.kernels() is None:
@@ -101,23 +95,12 @@ class NumpyBackend(BaseBackend):
         if asked is None:
             return None
         launch = cpu_attention.launch_of("ragged_attention", plan, asked.shape, keys.shape, values.shape)
-        operands = asked.arguments[:4], keys.arguments, values.arguments
         logits = None if sinks is None else floats(sinks.native)
-        result = self._attended(ctx, query, launch, *operands, scale, logits)
+        out = np.empty((*asked.shape[:2], launch.v_dim), np.float32)
+        launch.run(asked.arguments[:4], keys.arguments, values.arguments, scale, logits, 1, address(out))
         if formats is None:
-            Repeated.remember(plan, query, key, value)
-        return result
-
-    def _attended(
-        self, ctx: NumpyContext, query: NumpyTensor, launch: Launch, asked: Sequence[int],
-        keys: Sequence[int], values: Sequence[int], scale: float, sinks: np.ndarray | None,
-    ) -> NumpyTensor:  # fmt: skip
-        tokens, heads, _ = query.shape
-        out = np.empty((tokens, heads, launch.v_dim), np.float32)
-        launch.run(asked, keys, values, scale, sinks, 1, address(out))
-        if query.dtype is not DType.F32:
-            out = out.astype(query.dtype.numpy)
-        return NumpyTensor.own(ctx, out, query.dtype)
+            plan.again = _Again(plan, query, key, value)
+        return NumpyTensor.own(ctx, out.astype(q.dtype, copy=False), query.dtype)
 
     def kv_store(
         self, key: Any, value: Any, formats: tuple[str, str] | None = None
@@ -207,6 +190,24 @@ class NumpyTensor(ArrayTensor):
 
     def _erf(self, x: np.ndarray) -> np.ndarray:
         return erf(x)
+
+
+class _Again(Repeated):
+    __slots__ = ()
+
+    def __call__(
+        self, ctx: NumpyContext, query: NumpyTensor, key: NumpyTensor, value: NumpyTensor, scale: float
+    ) -> NumpyTensor | None:
+        ctx.check("ragged_attention")
+        stored, q = self.operands(ctx, query, key, value), query.native
+        steps = q.strides
+        if stored is None or steps[2] != q.itemsize:
+            return None
+        out = np.empty((*q.shape[:2], self.v_dim), np.float32)
+        self.run((self.kind, address(q), steps[0], steps[1]), stored, scale, 1, address(out))
+        if q.dtype != np.float32:
+            out = out.astype(q.dtype)
+        return NumpyTensor.own(ctx, out, query.dtype)
 
 
 def _stored(

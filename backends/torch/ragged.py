@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from backends import cpu_attention
-from backends.cpu_attention import Array, Launch, Repeated, Stored
-from backends.torch.convert import FROM_TORCH
+from backends.cpu_attention import Array, Repeated, Stored
+from backends.torch.convert import FROM_TORCH, translated
 from backends.torch.ragged_work import Work, choose_tile, divide
 from backends.torch.tensor import Placement, TorchTensor
 from ml.base.checks import check_peers
@@ -42,11 +42,6 @@ def attend_ragged(
     sinks: TorchTensor | None,
 ) -> TorchTensor | None:
     """See ``ml.SupportsRaggedAttention``. None if there are no kernels for the device."""
-    last: Repeated | None = plan.memo.get(Repeated)
-    if last is not None and sinks is None:
-        stored, q = last.operands(ctx.backend, query, key, value), query.native
-        if stored is not None and q.is_cpu and q.stride(2) == 1:
-            return _run(ctx, last.launch, last.kind, q, *stored, scale, None, last.dtype)
     check_peers("ragged_attention", ctx.backend, query, key, value, sinks)
     kernels = kernels_on(ctx.torch_device)
     if kernels is None:
@@ -55,7 +50,7 @@ def attend_ragged(
         keys, values = stored_of([key], key.dtype.name), stored_of([value], value.dtype.name)
         result = attend_on_cpu("ragged_attention", ctx, query, keys, values, plan, scale, sinks)
         if result is not None and not ctx.moves:
-            Repeated.remember(plan, query, key, value)
+            plan.again = _Again(plan, query, key, value)
         return result
     q, k, v = query.native_on(ctx), key.native_on(ctx), value.native_on(ctx)
     logits = None if sinks is None else sinks.native_on(ctx)
@@ -95,6 +90,23 @@ def array_of(native: torch.Tensor) -> Array:
     return Array(native.data_ptr(), tuple(native.size()), [step * size for step in native.stride()], size)
 
 
+class _Again(Repeated):
+    __slots__ = ()
+
+    def __call__(
+        self, ctx: Placement, query: TorchTensor, key: TorchTensor, value: TorchTensor, scale: float
+    ) -> TorchTensor | None:
+        stored, q = self.operands(ctx, query, key, value), query.native
+        if stored is None or not q.is_cpu or q.stride(2) != 1:
+            return None
+        try:
+            asked, out = _asked(self.kind, q), _result(q, self.v_dim)
+        except (RuntimeError, MemoryError) as error:
+            raise translated("ragged_attention", error, "cpu") from error
+        self.run(asked, stored, scale, torch.get_num_threads(), out.data_ptr())
+        return TorchTensor.own(ctx, out if q.dtype is torch.float32 else out.to(q.dtype), query.dtype)
+
+
 def attend_on_cpu(
     op: str, ctx: Placement, query: TorchTensor, key: Stored | None, value: Stored | None, plan: RaggedPlan,
     scale: float, sinks: TorchTensor | None,
@@ -109,21 +121,20 @@ def attend_on_cpu(
         q = q.contiguous()
     launch = cpu_attention.launch_of(op, plan, query.shape, key.shape, value.shape)
     logits = None if sinks is None else sinks.native_on(ctx).detach().float().contiguous().numpy()
-    return _run(ctx, launch, kind, q, key.arguments, value.arguments, scale, logits, query.dtype)
+    out, threads = _result(q, launch.v_dim), torch.get_num_threads()
+    launch.run(_asked(kind, q), key.arguments, value.arguments, scale, logits, threads, out.data_ptr())
+    return TorchTensor.own(ctx, out if q.dtype is torch.float32 else out.to(q.dtype), query.dtype)
 
 
-def _run(
-    ctx: Placement, launch: Launch, kind: int, q: torch.Tensor, key: Sequence[int], value: Sequence[int],
-    scale: float, sinks: np.ndarray | None, dtype: DType,
-) -> TorchTensor:  # fmt: skip
+def _asked(kind: int, q: torch.Tensor) -> tuple[int, int, int, int]:
     size, steps = q.element_size(), q.stride()
-    asked = kind, q.data_ptr(), steps[0] * size, steps[1] * size
-    if dtype is DType.F32 and launch.v_dim == q.size(2) and q.is_contiguous():
-        out = torch.empty_like(q)  # the other takes longer
-    else:
-        out = torch.empty((*q.shape[:2], launch.v_dim), dtype=torch.float32)
-    launch.run(asked, key, value, scale, sinks, torch.get_num_threads(), out.data_ptr())
-    return TorchTensor.own(ctx, out if q.dtype is torch.float32 else out.to(q.dtype), dtype)
+    return kind, q.data_ptr(), steps[0] * size, steps[1] * size
+
+
+def _result(q: torch.Tensor, v_dim: int) -> torch.Tensor:
+    if q.dtype is torch.float32 and v_dim == q.size(2) and q.is_contiguous():
+        return torch.empty_like(q)  # the other takes longer
+    return torch.empty((*q.shape[:2], v_dim), dtype=torch.float32)
 
 
 def launch(

@@ -103,13 +103,14 @@ class Bound:
     storage.
     """
 
-    __slots__ = ("_attend", "_backend", "_ctx", "_dtype", "_key", "_kind", "_lowered", "_shape")
+    __slots__ = ("_again", "_attend", "_backend", "_ctx", "_dtype", "_key", "_kind", "_lowered", "_shape")
 
     def __init__(
         self, ctx: ml.Context, query: ml.Tensor, buffers: LayerBuffers, attend: Callable[..., Any],
         lowered: Any,
     ) -> None:  # fmt: skip
         """``attend(ctx, query, key, value, lowered, scale, sinks)`` is the backend's."""
+        self._again = getattr(lowered, "again", None)
         self._ctx, self._attend, self._lowered = ctx, attend, lowered
         self._kind: Any = type(query)
         self._backend = getattr(query, "backend", None)
@@ -119,6 +120,11 @@ class Bound:
         """The layer's attention; None if the call differs from the bound one, so that ``attend`` must be
         used.
         """
+        result: ml.Tensor | None
+        if self._again is not None:  # compares the tensors itself
+            (keys,), (values,) = buffers.whole
+            result = self._again(self._ctx, query, keys, values, scale)
+            return result
         if (
             type(query) is not self._kind
             or query.backend is not self._backend
@@ -129,7 +135,7 @@ class Bound:
         ):
             return None
         (keys,), (values,) = buffers.whole
-        result: ml.Tensor | None = self._attend(self._ctx, query, keys, values, self._lowered, scale, None)
+        result = self._attend(self._ctx, query, keys, values, self._lowered, scale, None)
         return result
 
 
