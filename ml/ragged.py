@@ -103,8 +103,13 @@ class RaggedPlan:
             self.tokens, self.index, self.part_starts, self.parts,
         )  # fmt: skip
         made.segments, made.readers = self.segments.copy(), self.readers.copy()
-        made.segments[segments, 2] += rows
-        made.readers[made.segments[segments, 3], 2] += rows
+        if segments.size == 1:  # indexing by an array takes longer
+            (tail,) = segments.tolist()
+            made.segments[tail, 2] += rows
+            made.readers[made.segments[tail, 3], 2] += rows
+        else:
+            made.segments[segments, 2] += rows
+            made.readers[made.segments[segments, 3], 2] += rows
         made._begin()
         return made
 

@@ -65,8 +65,12 @@ class Adapters:
         own: dict[str, list[Named]] = {name: [] for name in getattr(self._model, "peft_config", ())}
         base: list[Named] = []
         for name, tensor in _tensors_of(modules, bool(own)):
+            if not own and not any(part in name for part in _WRAPPED):  # most models, at each request
+                if isinstance(tensor, torch.nn.Parameter):
+                    base.append((name, tensor))
+                continue
             path = name.split(".")
-            adapter = next((part for part in path if part in own), None) if own else None
+            adapter = next((part for part in path if part in own), None)
             if adapter is not None:
                 own[adapter].append((".".join("" if part == adapter else part for part in path), tensor))
             elif isinstance(tensor, torch.nn.Parameter):
