@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from backends.numpy.store import NumpyKVStore
 from backends.numpylike import ArrayTensor, element_strides
 from backends.placement import only_device
 from ml.base import BaseBackend, BaseContext, BaseTensor, Storage
+from ml.base.checks import check_peers
 from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError, ReadOnlyError, ShapeError
@@ -84,7 +85,9 @@ class NumpyBackend(BaseBackend):
         formats: tuple[str, str] | None = None,
     ) -> NumpyTensor | None:
         """See ``ml.SupportsRaggedAttention``. On one thread, by numba; None without it."""
-        ctx.check("ragged_attention", query)
+        ctx.check("ragged_attention")
+        stored: Sequence[Any] = [key, value] if formats is None else [*cast("Any", key), *cast("Any", value)]
+        check_peers("ragged_attention", self, query, *stored, sinks)
         keys, values = _stored(key, value, formats, query.dtype)
         if keys is None or values is None or not query.dtype.is_float or cpu_attention.kernels() is None:
             return None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
+import mmap
 import os
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from ml.ragged import RaggedPlan
 from ml.testing.quantized import decoded, encoded
 from ml.testing.ragged import ragged_reference, random_plan
 
+from ..conftest import COMPILED
 from ..rigs.memory import peak_memory
 
 pytest.importorskip("numba")
@@ -123,6 +126,47 @@ def test_any_number_of_threads_gives_the_same_bits(
     assert set(asked) == {1, 2, 4}
 
 
+def test_a_prompt_is_worth_a_thread_for_what_its_queries_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    pool = host._pool
+    monkeypatch.setattr(
+        host, "_pool", lambda process, threads: asked.append(threads) or pool(process, threads)
+    )
+    for tokens in (32, 512):
+        case = Case(8, tokens, tokens, (4, 2), (16, 16), ("F32", "F32"))
+        readers = [(i, 0, i + 1) for i in range(tokens)]
+        case.plan = RaggedPlan(tokens, np.array([(0, 0, tokens, 0, tokens)]), np.array(readers), np.zeros(0))
+        for part in case.parts:
+            part[0][:] = np.nan_to_num(part[0], nan=0.5)
+        np.testing.assert_allclose(case.attend(2), case.right(), rtol=0, atol=2e-5)
+        assert asked == [1] * (tokens > 32)
+
+
+@pytest.mark.parametrize("dim", [1, 5, 16, 24, 37])
+@pytest.mark.parametrize("kind", ["F32", "F16"])
+def test_nothing_behind_the_last_row_is_read(kind: str, dim: int) -> None:
+    """The buffers end where memory that may not be read begins."""
+    case = Case(9, 3, 70, (2, 2), (dim, dim), (kind, kind))
+    held = []
+    for i, (part,) in enumerate(case.parts):
+        room = mmap.mmap(-1, 2 * mmap.PAGESIZE + -(-part.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        flat = np.frombuffer(room, np.uint8)
+        guarded = address(flat) + flat.size - mmap.PAGESIZE
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(guarded), mmap.PAGESIZE, 0) == 0
+        moved = flat[flat.size - mmap.PAGESIZE - part.nbytes :][: part.nbytes].view(part.dtype)
+        moved = moved.reshape(part.shape)
+        moved[:] = np.nan_to_num(part, nan=0.5)
+        case.parts[i] = [moved]
+        held.append((room, guarded))
+    case.plan = RaggedPlan(
+        3, np.array([(0, 0, 70, 0, 2), (1, 0, 3, 2, 3)]), np.array([(0, 0, 69), (1, 0, 70), (2, 0, 3)]),
+        np.array([69, 3, 69]),
+    )  # fmt: skip
+    np.testing.assert_allclose(case.attend(), case.right(), rtol=0, atol=2e-5)
+    for _, guarded in held:
+        ctypes.CDLL(None).mprotect(ctypes.c_void_p(guarded), mmap.PAGESIZE, 3)
+
+
 def test_scores_that_would_overflow_and_infinite_ones_are_as_in_the_definition() -> None:
     case = Case(4, 1, 40, (1, 1), (32, 32), ("Q8_0", "Q8_0"))
     case.plan = RaggedPlan(1, np.array([(0, 0, 40, 0, 1)]), np.array([(0, 0, 40)]), np.zeros(0))
@@ -195,9 +239,12 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
 # What backends and a cache do with them.
 
 
-def test_further_layers_of_a_plan_may_differ_from_those_before() -> None:
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_further_layers_of_a_plan_may_differ_from_those_before(name: str) -> None:
     plan, rng = random_plan(9, 2, 40), np.random.default_rng(9)
-    with ml.open_backend("torch") as backend, backend.new_context() as ctx:
+    repeated = 0
+    with ml.open_backend(name) as backend, backend.new_context() as ctx:
+        kernel: Any = COMPILED if name == "numpy" else type(backend).ragged_attention
 
         def tensor(*shape: int, dtype: DType = DType.F32) -> ml.Tensor:
             return ctx.from_numpy(rng.standard_normal(shape).astype(np.float32), dtype)
@@ -214,7 +261,12 @@ def test_further_layers_of_a_plan_may_differ_from_those_before() -> None:
             if turned:
                 query = tensor(dim, heads, 2, dtype=dtype).permute(ctx, 2, 1, 0)
             sinks = tensor(heads) if sunk else None
-            found = backend.ragged_attention(ctx, query, key, value, plan, 0.3, sinks).to_numpy()
+            nonlocal repeated
+            again = None if plan.again is None or sunk else plan.again(ctx, query, key, value, 0.3)
+            repeated += again is not None
+            found = kernel(backend, ctx, query, key, value, plan, 0.3, sinks).to_numpy()
+            if again is not None:
+                np.testing.assert_array_equal(again.to_numpy(), found)
             operands = (x.to_numpy().astype(np.float32) for x in (query, key, value))
             right = ragged_reference(*operands, plan, 0.3, None if sinks is None else sinks.to_numpy())
             np.testing.assert_allclose(found.astype(np.float32), right, rtol=0, atol=0.03)
@@ -227,12 +279,13 @@ def test_further_layers_of_a_plan_may_differ_from_those_before() -> None:
             layer()
             layer(**changed)
             layer(**changed)
+        assert repeated >= 2 * len(unlike)
         query, (key, value) = tensor(2, 4, 32), stored(DType.F32, 32, 16, 40)
         (half, _), (short, _) = stored(DType.BF16, 32, 16, 40), stored(DType.F32, 32, 16, 20)
 
         def attend(query: ml.Tensor, key: ml.Tensor) -> Any:
             layer()
-            return backend.ragged_attention(ctx, query, key, value, plan, 0.3)
+            return kernel(backend, ctx, query, key, value, plan, 0.3)
 
         with pytest.raises(BoundsError, match="the plan refers to row"):
             layer(cells=20)
@@ -241,10 +294,12 @@ def test_further_layers_of_a_plan_may_differ_from_those_before() -> None:
         with pytest.raises(ShapeError, match="3 queries; the plan is for 2"):
             attend(tensor(3, 4, 32), key)
         assert attend(query, half) is attend(query.cast(ctx, DType.F16), key) is None
-        with ml.open_backend("torch") as other, other.new_context() as there:
+        with ml.open_backend(name) as other, other.new_context() as there:
             elsewhere, same = there.zeros((2, 4, 32), DType.F32), there.zeros(key.shape, DType.F32)
-            assert other.ragged_attention(there, elsewhere, same, same, plan, 0.3) is not None
+            assert kernel(other, there, elsewhere, same, same, plan, 0.3) is not None
             for operands in ((elsewhere, key), (query, same)):
+                assert plan.again is not None
+                assert plan.again(ctx, *operands, value, 0.3) is None
                 with pytest.raises(ml.DeviceError, match="a tensor of"):
                     attend(*operands)
 
@@ -332,8 +387,11 @@ def test_vectors_of_the_other_length_give_the_same(tmp_path: Path, monkeypatch: 
     other = _changed(tmp_path, monkeypatch, choice, str(kernels.LANES == 8))
     assert other.LANES != kernels.LANES
     monkeypatch.setattr(host, "kernels", lambda: other)
-    for seed, kinds in enumerate([("F32", "F32"), ("F16", "BF16"), CODES]):
-        case = Case(seed, 9, 300, (15, 3), (96, 32), kinds, sunk=True)
+    alike = (96, 32)
+    for seed, (kinds, dims) in enumerate(
+        [(("F32", "F32"), alike), (("F32", "F32"), (37, 21)), (("F16", "BF16"), alike), (CODES, alike)]
+    ):
+        case = Case(seed, 9, 300, (15, 3), dims, kinds, sunk=True)
         np.testing.assert_allclose(case.attend(), case.right(), rtol=0, atol=2e-5)
 
 
