@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,7 @@ from ml.capabilities import (
     SupportsRaggedAttention,
 )
 from ml.dtypes import DType
+from ml.errors import DeviceError
 from ml.nn import generic_attention, generic_partial_attention, latent_attention, merge_attention
 from ml.nn.partial import Part
 from ml.protocols import Backend, Context, Tensor
@@ -456,8 +458,30 @@ class AttentionTests(BackendCase):
             if result is not None:
                 actual.append(result)
                 assert_attention(result, ragged_reference(q, k, v, plan, 0.3, sinks), dtype)
+            repeated = None if plan.again is None else plan.again(ctx, query, key, value, 0.3)
+            if repeated is not None:
+                assert_attention(repeated, ragged_reference(q, k, v, plan, 0.3, None), dtype)
         if not actual:
             pytest.skip("the kernel leaves this case to partial attention")
+
+    def test_the_kernel_attends_to_no_tensors_of_other_backends(
+        self, backend: Backend, ctx: Context, foreign: Context, open_backend: Callable[[], Backend]
+    ) -> None:
+        """Neither at first nor after it has attended with the plan; it may leave them to partial
+        attention.
+        """
+        if not isinstance(backend, SupportsRaggedAttention):
+            pytest.skip("no SupportsRaggedAttention: caches use partial attention")
+        plan = random_plan(3, 3, 20)
+        own = [ctx.zeros(shape, DType.F32) for shape in ((3, 4, 8), (20, 2, 8), (20, 2, 8))]
+        for _ in range(2):
+            for other in (foreign, open_backend().new_context()):
+                for query, key, value in _partly_of(other, own):
+                    assert plan.again is None or plan.again(ctx, query, key, value, 0.3) is None
+                    with contextlib.suppress(DeviceError):
+                        assert backend.ragged_attention(ctx, query, key, value, plan, 0.3) is None
+            query, key, value = own
+            backend.ragged_attention(ctx, query, key, value, plan, 0.3)
 
     # Several calls at once.
 
