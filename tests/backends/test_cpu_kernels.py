@@ -28,6 +28,7 @@ from ml.testing.quantized import decoded, encoded
 from ml.testing.ragged import ragged_reference, random_plan
 
 from ..conftest import COMPILED
+from ..rigs.each_backend import need_backend
 from ..rigs.memory import peak_memory
 
 pytest.importorskip("numba")
@@ -241,6 +242,7 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ["numpy", "torch"])
 def test_further_layers_of_a_plan_may_differ_from_those_before(name: str) -> None:
+    need_backend(name)
     plan, rng = random_plan(9, 2, 40), np.random.default_rng(9)
     repeated = 0
     with ml.open_backend(name) as backend, backend.new_context() as ctx:
