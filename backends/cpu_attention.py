@@ -10,7 +10,7 @@ import importlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -255,13 +255,17 @@ class Launch(NamedTuple):
             return
         edges = [units * i // threads for i in range(threads + 1)]
         pool = _pool(os.getpid(), threads - 1)
+        others: list[Future[None]] = []
 
         def part(begin: int, end: int) -> None:
             own = _Room.of(scratch)
-            compiled.attend(*operands, parts, own.address, begin, end, 0)
+            compiled.attend(*operands, room.address, own.address, begin, end, 0)
 
-        others = [pool.submit(part, *edges[i : i + 2]) for i in range(1, threads)]
-        compiled.attend(*operands, parts, parts + size, *edges[:2], 0)
+        try:
+            others.extend(pool.submit(part, *edges[i : i + 2]) for i in range(1, threads))
+            compiled.attend(*operands, parts, parts + size, *edges[:2], 0)
+        finally:  # after an interrupt too, since the others write to memory that would be freed
+            wait(others)
         for other in others:
             other.result()
         compiled.attend(*operands, parts, 0, 0, 0, out)
@@ -279,13 +283,11 @@ def launch_of(
 
 
 class Repeated:
-    """A plan's attention over plain storage, for further layers whose tensors look the same, in the thread of
-    the first.
-    """
+    """A plan's attention over plain storage, for further layers whose tensors look the same."""
 
     __slots__ = (
-        "_attend", "_backend", "_dtype", "_key", "_launch", "_room", "_scratch", "_shape", "_stored_as",
-        "_value", "kind", "v_dim",
+        "_attend", "_backend", "_dtype", "_key", "_launch", "_shape", "_size", "_stored_as", "_value", "kind",
+        "v_dim",
     )  # fmt: skip
 
     def __init__(self, plan: RaggedPlan, query: Any, key: Any, value: Any) -> None:
@@ -296,21 +298,25 @@ class Repeated:
         self._stored_as, keys = key.on_cpu
         self._key, self._value = keys.shape, value.on_cpu[1].shape
         self._launch = launch = launch_of("ragged_attention", plan, self._shape, self._key, self._value)
-        self._room = _Room.of(launch.parts + launch.scratch)
-        self._scratch = self._room.address + launch.parts
+        self._size = launch.parts + launch.scratch
         self.kind, self.v_dim = KINDS[self._dtype.name], launch.v_dim
 
     def operands(self, ctx: Any, query: Any, key: Any, value: Any) -> tuple[Any, Any] | None:
-        """The arguments of K and V; None unless the tensors look the same."""
+        """The arguments of K and V; None unless the tensors look the same. Raises ClosedError."""
+        backend = self._backend
+        if ctx.active_backend is not backend or backend.closed:
+            ctx.check("ragged_attention")
+            return None
         keys: Any
         values: Any
         keys_as, keys = getattr(key, "on_cpu", _NOT_STORED)
         values_as, values = getattr(value, "on_cpu", _NOT_STORED)
         if (
-            query.dtype is not self._dtype or query.shape != self._shape
+            getattr(query, "backend", None) is not backend
+            or query.dtype is not self._dtype or query.shape != self._shape
             or keys_as != self._stored_as or values_as != self._stored_as
             or keys.shape != self._key or values.shape != self._value
-            or not query.backend is key.backend is value.backend is ctx.backend is self._backend
+            or not key.backend is value.backend is backend
         ):  # fmt: skip
             return None
         return keys.arguments, values.arguments
@@ -323,8 +329,10 @@ class Repeated:
         if threads > 1 and launch.threads > 1:
             launch.run(query, *stored, scale, None, threads, out)
         else:
-            parts = self._room.address
-            self._attend(launch.work, query, scale, *stored, 0, parts, self._scratch, 0, launch.units, out)
+            room = _Room.of(self._size)
+            parts = room.address
+            scratch = parts + launch.parts
+            self._attend(launch.work, query, scale, *stored, 0, parts, scratch, 0, launch.units, out)
 
 
 _NOT_STORED: tuple[object, Any] = None, None

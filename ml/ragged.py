@@ -113,6 +113,10 @@ class RaggedPlan:
         made._begin()
         return made
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Not what backends keep with a plan: it has addresses of this one's arrays.
+        return RaggedPlan, (self.tokens, self.segments, self.readers, self.index)
+
     def rows(self, segment: int) -> np.ndarray:
         """The buffer rows of a segment, in order."""
         gathered, start, length, _, _ = self.segments[segment].tolist()

@@ -201,10 +201,12 @@ class _Again(Repeated):
     def __call__(
         self, ctx: NumpyContext, query: NumpyTensor, key: NumpyTensor, value: NumpyTensor, scale: float
     ) -> NumpyTensor | None:
-        ctx.check("ragged_attention")
-        stored, q = self.operands(ctx, query, key, value), query.native
+        stored = self.operands(ctx, query, key, value)
+        if stored is None:
+            return None
+        q = query.native
         steps = q.strides
-        if stored is None or steps[2] != q.itemsize:
+        if steps[2] != q.itemsize:
             return None
         out = np.empty((*q.shape[:2], self.v_dim), np.float32)
         self.run((self.kind, address(q), steps[0], steps[1]), stored, scale, 1, address(out))

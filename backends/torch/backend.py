@@ -232,6 +232,7 @@ class TorchBackend(PlacedBackend):
         formats: tuple[str, str] | None = None,
     ) -> TorchTensor | None:
         """See ``ml.SupportsRaggedAttention``. By numba on the CPU, by Triton on CUDA; None without."""
+        ctx.check("ragged_attention")
         if formats is not None:
             return attend_quantized(ctx, query, key, value, formats, plan, scale, sinks)
         return attend_ragged(ctx, query, key, value, plan, scale, sinks)

@@ -96,8 +96,11 @@ class _Again(Repeated):
     def __call__(
         self, ctx: Placement, query: TorchTensor, key: TorchTensor, value: TorchTensor, scale: float
     ) -> TorchTensor | None:
-        stored, q = self.operands(ctx, query, key, value), query.native
-        if stored is None or not q.is_cpu or q.stride(2) != 1:
+        stored = self.operands(ctx, query, key, value)
+        if stored is None:
+            return None
+        q = query.native
+        if not q.is_cpu or q.stride(2) != 1:
             return None
         try:
             asked, out = _asked(self.kind, q), _result(q, self.v_dim)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import importlib.util
 import mmap
 import os
+import pickle
 import subprocess
 import sys
+import threading
+import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,7 @@ from hypothesis import strategies as st
 import ml
 from backends import cpu_attention as host
 from backends.cpu_attention import KINDS, Array, Stored, address, launch_of
+from backends.numpy.backend import NumpyBackend
 from kvcache import Batch, CausalCache
 from ml.dtypes import DType
 from ml.errors import BoundsError, ShapeError
@@ -304,6 +310,91 @@ def test_further_layers_of_a_plan_may_differ_from_those_before(name: str) -> Non
                 assert plan.again(ctx, *operands, value, 0.3) is None
                 with pytest.raises(ml.DeviceError, match="a tensor of"):
                     attend(*operands)
+
+
+@pytest.mark.parametrize("what", ["context", "backend"])
+@pytest.mark.parametrize("name", ["numpy", "torch", "mlx"])
+def test_a_context_that_is_closed_between_layers_attends_no_more(name: str, what: str) -> None:
+    need_backend(name)
+    backend = ml.open_backend(name)
+    ctx, cache = backend.new_context(), CausalCache()
+    cache.init(backend, DType.F32, 1, 40, 40)
+    new = ctx.zeros((40, 2, 16), DType.F32)
+    cache.start_forward(ctx, Batch(range(40), [0] * 40))
+    for layer in range(3):
+        cache.set_layer(layer)
+        cache.put(ctx, new, new)
+    for layer in (0, 1):
+        cache.set_layer(layer)
+        cache.attend(ctx, new, 0.25)
+    (ctx if what == "context" else backend).close()
+    cache.set_layer(2)
+    with pytest.raises(ml.ClosedError):
+        cache.attend(ctx, new, 0.25)
+    backend.close()
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch"])
+def test_a_pass_taken_over_by_a_thread_attends_in_that_threads_memory(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_backend(name)
+    monkeypatch.setattr(NumpyBackend, "ragged_attention", COMPILED)
+    rooms = set()
+    with ml.open_backend(name) as backend, backend.new_context() as ctx:
+        cache, new = CausalCache(), ctx.zeros((40, 2, 16), DType.F32)
+        cache.init(backend, DType.F32, 1, 40, 40)
+        cache.start_forward(ctx, Batch(range(40), [0] * 40))
+        for layer in range(2):
+            cache.set_layer(layer)
+            cache.put(ctx, new, new)
+        of = host._Room.of
+
+        def noted(size: int) -> Any:
+            rooms.add((threading.get_ident(), of(size).address))
+            return of(size)
+
+        def attend() -> None:
+            cache.take_over()
+            for layer in range(2):
+                cache.set_layer(layer)
+                cache.attend(ctx, new, 0.25)
+
+        monkeypatch.setattr(host._Room, "of", noted)
+        attend()
+        other = threading.Thread(target=attend)
+        other.start()
+        other.join()
+    assert len(rooms) == len(dict(rooms)) == 2
+
+
+def test_an_interrupt_waits_for_the_threads_that_still_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "WORTH", 1)
+    done: list[int] = []
+
+    def attend(*call: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        time.sleep(0.05)
+        done.append(1)
+
+    slow = types.SimpleNamespace(**vars(kernels) | {"attend": attend})
+    case = Case(3, 5, 900, (8, 4), (64, 64), ("F32", "F32"))
+    monkeypatch.setattr(host, "kernels", lambda: slow)
+    with pytest.raises(KeyboardInterrupt):
+        case.attend(3)
+    assert len(done) == 2
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))])
+def test_a_copied_plan_keeps_nothing_of_what_was_attended(copied: Any) -> None:
+    case = Case(2, 4, 60, (4, 2), (32, 16), ("F32", "F32"))
+    found = case.attend()
+    plan = case.plan
+    case.plan = copied(plan)
+    assert plan.memo
+    assert not case.plan.memo
+    np.testing.assert_array_equal(case.attend(), found)
 
 
 def test_a_step_takes_no_more_memory_than_a_block(numpy_backend: ml.Backend) -> None:
