@@ -264,11 +264,25 @@ class Launch(NamedTuple):
         try:
             others.extend(pool.submit(part, *edges[i : i + 2]) for i in range(1, threads))
             compiled.attend(*operands, parts, parts + size, *edges[:2], 0)
-        finally:  # after an interrupt too, since the others write to memory that would be freed
-            wait(others)
+        finally:
+            _wait(others)
         for other in others:
             other.result()
         compiled.attend(*operands, parts, 0, 0, 0, out)
+
+
+def _wait(others: Sequence[Future[None]]) -> None:
+    """Return when all have ended, which use memory that would be freed; only then is an interrupt raised."""
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            wait(others)
+        except BaseException as error:
+            interrupt = error
+        else:
+            break
+    if interrupt is not None:
+        raise interrupt
 
 
 def launch_of(

@@ -104,10 +104,10 @@ class _Again(Repeated):
             return None
         try:
             asked, out = _asked(self.kind, q), _result(q, self.v_dim)
+            self.run(asked, stored, scale, torch.get_num_threads(), out.data_ptr())
+            return TorchTensor.own(ctx, out if q.dtype is torch.float32 else out.to(q.dtype), query.dtype)
         except (RuntimeError, MemoryError) as error:
             raise translated("ragged_attention", error, "cpu") from error
-        self.run(asked, stored, scale, torch.get_num_threads(), out.data_ptr())
-        return TorchTensor.own(ctx, out if q.dtype is torch.float32 else out.to(q.dtype), query.dtype)
 
 
 def attend_on_cpu(

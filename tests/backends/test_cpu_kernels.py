@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import ctypes
 import functools
@@ -379,11 +380,43 @@ def test_an_interrupt_waits_for_the_threads_that_still_write(monkeypatch: pytest
         done.append(1)
 
     slow = types.SimpleNamespace(**vars(kernels) | {"attend": attend})
-    case = Case(3, 5, 900, (8, 4), (64, 64), ("F32", "F32"))
+    case, asked = Case(3, 5, 900, (8, 4), (64, 64), ("F32", "F32")), []
+
+    def interrupted(others: Any) -> None:
+        asked.append(others)
+        if len(asked) == 1:  # by a second one
+            raise KeyboardInterrupt
+        concurrent.futures.wait(others)
+
     monkeypatch.setattr(host, "kernels", lambda: slow)
+    monkeypatch.setattr(host, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         case.attend(3)
-    assert len(done) == 2
+    assert len(asked) == len(done) == 2
+
+
+def test_memory_that_a_further_layer_cannot_get_is_reported_as_at_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("torch")
+
+    def none_left(size: int) -> Any:
+        raise MemoryError
+
+    with ml.open_backend("torch") as backend, backend.new_context() as ctx:
+        cache, new = CausalCache(), ctx.zeros((40, 2, 16), DType.F32)
+        cache.init(backend, DType.F32, 1, 40, 40)
+        cache.start_forward(ctx, Batch(range(40), [0] * 40))
+        for layer in range(2):
+            cache.set_layer(layer)
+            cache.put(ctx, new, new)
+        cache.set_layer(0)
+        cache.attend(ctx, new, 0.25)
+        monkeypatch.setattr(host._Room, "of", none_left)
+        for layer in range(2):
+            cache.set_layer(layer)
+            with pytest.raises(ml.DeviceError, match="out of memory"):
+                cache.attend(ctx, new, 0.25)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))])
