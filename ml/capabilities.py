@@ -376,6 +376,8 @@ class SupportsRaggedAttention(Protocol):
         None if the kernel does not support the device, the dtype, the formats, the sizes or the number of
         segments. The caller then uses partial attention, and tries again for these buffers only with fewer
         segments.
+
+        It may set ``plan.again`` (``ml.RaggedPlan``), which the caller then uses for further layers.
         """
 
 
