@@ -329,6 +329,7 @@ class Repeated:
             getattr(query, "backend", None) is not backend
             or query.dtype is not self._dtype or query.shape != self._shape
             or keys_as != self._stored_as or values_as != self._stored_as
+            or keys is None or values is None  # strides that the kernel does not read
             or keys.shape != self._key or values.shape != self._value
             or not key.backend is value.backend is backend
         ):  # fmt: skip

@@ -17,6 +17,7 @@ from backends.numpylike import element_strides
 from backends.placement import GPU_CALL_BYTES, PlacedBackend, PlacedContext
 from backends.uploads import STAGED_BYTES, fill, lay_out
 from ml.base import BaseTensor, Storage
+from ml.base.checks import check_peers
 from ml.capabilities import CacheConfig
 from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
@@ -70,6 +71,7 @@ class CupyBackend(PlacedBackend):
         ctx.check("ragged_attention")
         if formats is not None:
             return None
+        check_peers("ragged_attention", self, query, key, value, sinks)
         return ragged_attention(ctx, query, key, value, plan, scale, sinks)
 
     def upload(self, ctx: CupyContext, arrays: Sequence[tuple[np.ndarray, DType]]) -> list[CupyTensor]:

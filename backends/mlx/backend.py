@@ -28,6 +28,7 @@ from backends.mlx.tensor import MlxTensor
 from backends.mlx.work import MlxWork
 from backends.placement import GPU_CALL_BYTES, only_device
 from ml.base import BaseBackend, BaseContext, BaseGroup, BaseTensor, check_attention
+from ml.base.checks import check_peers
 from ml.capabilities import CacheConfig, CausalMask, Layout
 from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
@@ -172,7 +173,9 @@ class MlxBackend(BaseBackend):
         formats: tuple[str, str] | None = None,
     ) -> Any:
         """See ``ml.SupportsRaggedAttention``. On the CPU by numba, but for affine groups."""
-        ctx.check("ragged_attention", query)
+        ctx.check("ragged_attention")
+        stored = [key, value] if formats is None else [*key, *value]
+        check_peers("ragged_attention", self, query, *stored, sinks)
         with device_errors("ragged_attention"):
             if formats is not None:
                 result = quantized_attention(query, key, value, formats, plan, scale, sinks)

@@ -11,7 +11,6 @@ import numpy as np
 from backends import cpu_attention
 from backends.cpu_attention import BITS, Array, Stored, address
 from backends.mlx.arrays import MLX_DTYPES, from_host
-from ml.base.checks import check_peers
 from ml.dtypes import DType
 from ml.ragged import RaggedPlan
 from ml.strided import contiguous_strides
@@ -33,7 +32,6 @@ def host_attention(
     depend on, which is finished here. None without numba, and for operands that its kernels do not read.
     """
     parts = [*key, *value]
-    check_peers("ragged_attention", query.backend, *parts, sinks)
     if formats is None:
         if not query.dtype is key[0].dtype is value[0].dtype:
             return None
