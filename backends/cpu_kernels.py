@@ -446,10 +446,14 @@ def attend(
     """Units ``[unit, stop)`` of work: unit ``i * kv_heads + h`` is KV head h of task i; then, unless ``out``
     is 0, merge what all units have left in ``parts``.
 
-    work: ``cpu_attention.Launch.arguments``. query: its kind, address, and steps of a token and of a head; it
-    is multiplied by ``scale``. key and value: kind, address, steps of a row and of a head; for codes the same
-    three of their scales (F16), else zeros. sinks, F32 (heads,), take part in the softmax; 0 for none. out:
-    F32 (tokens, heads, v_dim).
+    work: the address of kv_heads, query heads of each, head_dim, v_dim and the rows of a chunk; then of the
+    plan's arrays, divided as in ``ragged_kernel.Launch``: the address and number of tasks (address 0: each
+    segment is one), of segments and of readers, the address of slots, that of the index and its number, the
+    most readers of a task, the address of edges, and the number of tokens.
+
+    query: its kind, address, and steps of a token and of a head; it is multiplied by ``scale``. key and
+    value: kind, address, steps of a row and of a head; for codes the same three of their scales (F16), else
+    zeros. sinks, F32 (heads,), take part in the softmax; 0 for none. out: F32 (tokens, heads, v_dim).
 
     ``parts`` (all slots, heads, 2 + v_dim): the highest score of each slot, its sum of weights, and its
     weighted sum of values. ``scratch`` is memory for what ``cpu_attention.scratch_size`` says.
