@@ -481,6 +481,10 @@ class AttentionTests(BackendCase):
                     with contextlib.suppress(DeviceError):
                         assert backend.ragged_attention(ctx, query, key, value, plan, 0.3) is None
             query, key, value = own
+            for other in (foreign, open_backend().new_context()):
+                sinks = other.zeros((4,), DType.F32)
+                with contextlib.suppress(DeviceError):
+                    assert backend.ragged_attention(ctx, query, key, value, plan, 0.3, sinks) is None
             backend.ragged_attention(ctx, query, key, value, plan, 0.3)
 
     # Several calls at once.

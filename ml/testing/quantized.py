@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from ml.capabilities import KVStore, SupportsKVStorage, SupportsRaggedAttention
 from ml.dtypes import DType
+from ml.errors import DeviceError
 from ml.protocols import Backend, Context, Tensor
 from ml.ragged import RaggedPlan
 from ml.testing.harness import BackendCase, each, needs
@@ -142,6 +144,27 @@ class QuantizedTests(BackendCase):
             values = decoded(parts, name)
             right = ragged_reference(exact(query), values, values, plan, 0.3)
             np.testing.assert_allclose(exact(actual.to_numpy()), right, rtol=0, atol=2e-5)
+
+    @_stores_codes
+    @each(name=FORMATS)
+    def test_the_kernel_reads_no_codes_of_other_backends(
+        self, backend: Backend, ctx: Context, open_backend: Callable[[], Backend], name: str
+    ) -> None:
+        if not isinstance(backend, SupportsRaggedAttention):
+            pytest.skip("no SupportsRaggedAttention: caches decode blocks first")
+        other, plan = open_backend().new_context(), random_plan(9, 1, 8)
+        parts = encoded(normal((8, 1, 32), DType.F32, 58, spread=1), name)
+        query = ctx.zeros((1, 2, 32), DType.F32)
+        own, theirs = (tuple(map(one.from_numpy, parts)) for one in (ctx, other))
+        for key, value in (
+            (theirs, own),
+            (own, theirs),
+            ((own[0], theirs[1]), own),
+            (own, (theirs[0], own[1])),
+        ):
+            with contextlib.suppress(DeviceError):
+                names = (name, name)
+                assert backend.ragged_attention(ctx, query, key, value, plan, 0.3, None, names) is None
 
     def _check(
         self, backend: Backend, ctx: Context, query: np.ndarray, key: Arrays, value: Arrays,
