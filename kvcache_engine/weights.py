@@ -30,7 +30,7 @@ class Weights(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """``weight`` (in, out) is the transposed view of a tensor stored as (out, in).
+    """``weight`` has shape (in, out).
 
     ``group``: the ranks that have the other inputs, over which the output is summed.
     """
@@ -98,6 +98,16 @@ class Loader:
     def tensor(self, ctx: ml.Context, name: str) -> ml.Tensor:
         return self.put(ctx, self.take(name))
 
+    def transposed(self, ctx: ml.Context, array: np.ndarray) -> ml.Tensor:
+        """A tensor (in, out) from a host array (out, in).
+
+        In F32, the dtype of CPUs, it is contiguous if there are more outputs than inputs: OpenBLAS and MKL
+        multiply one row by it in 0.6 to 0.9 of the time. Otherwise it is a view of (out, in).
+        """
+        if self.dtype is ml.DType.F32 and array.shape[0] > array.shape[1]:
+            return self.put(ctx, array.T)
+        return self.put(ctx, array).permute(ctx, 1, 0)
+
     def norm(self, ctx: ml.Context, name: str, offset: float = 0.0) -> ml.Tensor:
         """The weight (size,) of a norm; ``offset`` 1 for norms that are stored around zero."""
         weight = self.take(f"{name}.weight")
@@ -116,7 +126,7 @@ class Loader:
         self, ctx: ml.Context, weights: Sequence[np.ndarray], biases: Sequence[np.ndarray | None] = ()
     ) -> Linear:
         """A map from host arrays (out, in) and (out,)."""
-        weight = self.put(ctx, _concatenated(weights)).permute(ctx, 1, 0)
+        weight = self.transposed(ctx, _concatenated(weights))
         if all(bias is None for bias in biases):
             return Linear(weight)
         filled = [

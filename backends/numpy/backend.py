@@ -191,6 +191,12 @@ class NumpyTensor(ArrayTensor):
         if not self.storage.array.flags.writeable:
             raise ReadOnlyError(f"{op}: the destination wraps a NumPy array that is not writeable")
 
+    def _gather(self, ctx: BaseContext, indices: Any, axis: int) -> Self:
+        if self.native.flags.c_contiguous:
+            return super()._gather(ctx, indices, axis)
+        rows = (slice(None),) * axis + (self._index(indices),)  # take would copy the whole view first
+        return self.own(ctx, self.native[rows], self.dtype)
+
     def _erf(self, x: np.ndarray) -> np.ndarray:
         return erf(x)
 

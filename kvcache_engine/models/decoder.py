@@ -112,10 +112,12 @@ class CausalModel(Generic[C]):
         load = Loader(weights, self.shapes(config), dtype, progress, share.group if share else None)
         with backend.new_context() as ctx:
             here = ctx.input()
-            self._embedding = load.tensor(here, f"{self.names.embedding}.weight")
+            rows = load.take(f"{self.names.embedding}.weight")
+            tied = load.transposed(here, rows) if config.tie_embeddings else None
+            self._embedding = load.put(here, rows) if tied is None else tied.permute(here, 1, 0)
             self._layers = [self._layer(load, ctx.layer(i), i) for i in range(config.layers)]
             self._norm = load.norm(here, self.names.norm, self.norm_offset)
-            self._head = Linear(self._load_head(load, here).permute(here, 1, 0))
+            self._head = Linear(self._load_head(load, here, tied))
             self._load_more(load, here)
 
     def make_cache(self) -> Cache:
@@ -177,12 +179,14 @@ class CausalModel(Generic[C]):
     def _load_more(self, load: Loader, ctx: ml.Context) -> None:
         """Load what a family has in addition to its layers."""
 
-    def _load_head(self, load: Loader, ctx: ml.Context) -> ml.Tensor:
-        """(vocab_size, hidden_size), or the rows of this rank; a tied one is a view of the embedding."""
-        rows = self.share.vocab if self.share else range(self.config.vocab_size)
-        if self.config.tie_embeddings:
-            return self._embedding.slice(ctx, 0, rows.start, rows.stop) if self.share else self._embedding
-        return load.put(ctx, load.take(f"{self.names.head}.weight")[rows.start : rows.stop])
+    def _load_head(self, load: Loader, ctx: ml.Context, tied: ml.Tensor | None) -> ml.Tensor:
+        """(hidden_size, vocab_size), or the columns of this rank; ``tied``: the transposed embedding, if that
+        is the head.
+        """
+        own = self.share.vocab if self.share else range(self.config.vocab_size)
+        if tied is not None:
+            return tied.slice(ctx, 1, own.start, own.stop)
+        return load.transposed(ctx, load.take(f"{self.names.head}.weight")[own.start : own.stop])
 
     def forward(self, ctx: ml.Context, batch: Batch, cache: Cache) -> ml.Tensor:
         """Logits F32 (len(batch.outputs), vocab_size) for the rows in ``batch.outputs`` (None: all rows).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from kvcache_engine.generate import Generator
 from kvcache_engine.loading import bundled_model, check_weights, load_config, load_model
 from kvcache_engine.requests import GenerationOptions
 from kvcache_engine.tokenizer import Tokenizer
+from kvcache_engine.weights import Loader
 
 gguf = pytest.importorskip("gguf")
 Make = Callable[..., Path]
@@ -121,6 +123,18 @@ def test_integer_weights_are_refused(make_model: Make) -> None:
     folder = make_model({QUERY: np.zeros((32, 32), np.int8)})
     with pytest.raises(ModelError, match="is I8; weights are read as F32, F16 and BF16"):
         open_weights(folder)[QUERY]
+
+
+@pytest.mark.parametrize("dtype", [ml.DType.F32, ml.DType.BF16])
+@pytest.mark.parametrize("shape", [(7, 3), (3, 7), (5, 5)])
+def test_f32_maps_with_more_outputs_than_inputs_are_contiguous(
+    backend: ml.Backend, shape: tuple[int, int], dtype: ml.DType
+) -> None:
+    stored = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+    with backend.new_context() as ctx:
+        made = Loader({"map.weight": stored}, {"map.weight": shape}, dtype).linear(ctx, "map").weight
+        assert (made.strides == (shape[0], 1)) is (dtype is ml.DType.F32 and shape[0] > shape[1])
+        np.testing.assert_array_equal(made.to_numpy().astype(np.float32), stored.T)
 
 
 def test_missing_tensors_and_wrong_shapes_before_anything_is_on_a_device(

@@ -88,14 +88,18 @@ class TransformersModel(DrivenModel):
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], backend: ml.Backend, dtype: ml.DType) -> TransformersModel:
-        """The model in a folder, converted to ``dtype``, on the first device of a torch ``backend``."""
+        """The model in a folder, converted to ``dtype``, on the first device of a torch ``backend``. It is
+        for serving: on a CPU, some F32 weights are stored column-major, and transformers cannot save these
+        if they are tied.
+        """
         loaded = LoadedFolder(folder)
         made, report = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch_dtype(dtype), output_loading_info=True
         )
         if report["missing_keys"] or report["mismatched_keys"]:
             loaded.doubt = "transformers has initialized weights that its files lack"
-        model = cls(made.to(backend.devices[0].name).eval(), backend)
+        _column_major(made.to(backend.devices[0].name))
+        model = cls(made.eval(), backend)
         model._folder = loaded
         return model
 
@@ -249,6 +253,20 @@ class TransformersModel(DrivenModel):
             windows=windows,
             states=states,
         )
+
+
+def _column_major(model: Any) -> None:
+    """Store the F32 weights (outputs, inputs) of linear layers column-major where MKL is faster with them:
+    if there are more outputs than inputs. On an AMD EPYC it multiplies one row by these in 0.6 to 0.9 of the
+    time, 128 rows in 0.9 to 1.0.
+    """
+    if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
+        return
+    for part in model.modules():
+        if isinstance(part, torch.nn.Linear) and part.out_features > part.in_features:
+            weight = part.weight
+            if weight.device.type == "cpu" and weight.dtype == torch.float32:
+                weight.data = weight.data.t().contiguous().t()
 
 
 def _plan_of(model: Any) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ pytest.importorskip("torch")
 import torch
 import transformers
 
+import ml
 from kvcache import NotSupportedError
 from kvcache.integrations.transformers import TransformersModel, attention
 from kvcache_engine import Engine, EngineOptions, GenerationOptions, SpeculativeOptions
@@ -86,6 +88,24 @@ def refused(made: Any, reason: str) -> None:
     with pytest.raises(NotSupportedError, match=reason):
         TransformersModel(made)
     assert getattr(made.config.get_text_config(decoder=True), "_attn_implementation", None) == before
+
+
+def test_a_loaded_model_keeps_its_weights_in_the_order_that_is_read_faster(tmp_path: Path) -> None:
+    made = llama(tie_word_embeddings=True)
+    made.save_pretrained(tmp_path)
+    with ml.open_backend("torch") as backend:
+        loaded = TransformersModel.load(tmp_path, backend, ml.DType.F32).model
+        narrow = TransformersModel.load(tmp_path, backend, ml.DType.BF16).model
+    head, mlp = loaded.lm_head.weight, loaded.model.layers[0].mlp
+    assert head.shape[0] > head.shape[1]
+    assert head is loaded.get_input_embeddings().weight
+    if torch.backends.mkl.is_available():
+        assert [x.t().is_contiguous() for x in (head, mlp.up_proj.weight, mlp.down_proj.weight)] == [1, 1, 0]
+    assert all(weight.is_contiguous() for weight in narrow.parameters())
+    for name, weight in made.named_parameters():
+        assert torch.equal(weight, loaded.get_parameter(name))
+    prompt = torch.tensor([ids(9)])
+    torch.testing.assert_close(loaded(prompt).logits, made(prompt).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_what_cannot_be_driven_is_refused_in_a_sentence() -> None:
