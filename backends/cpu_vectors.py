@@ -311,6 +311,27 @@ def copy(typing: Any, row: Any, row_step: Any, count: Any, dim: Any, out: Any, o
     return types.void(*[place] * 6), generate
 
 
+@intrinsic
+def fetch(typing: Any, row: Any, row_step: Any, count: Any, size: Any) -> Any:
+    """Ask for ``count`` rows of ``size`` bytes, which are read soon, without waiting for them."""
+
+    def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
+        row, row_step, count, size = given
+        pointer = BYTE.as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, INT32, INT32, INT32])
+        ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        how = [ir.Constant(INT32, number) for number in (0, 2, 1)]  # to read, into the L2 cache, data
+        lines = builder.udiv(builder.add(size, _number(63)), _number(64))
+        with cgutils.for_range(builder, count) as loop:
+            source = builder.add(row, builder.mul(loop.index, row_step))
+            with cgutils.for_range(builder, lines) as line:
+                at = builder.add(source, builder.mul(line.index, _number(64)))
+                builder.call(ask, [builder.inttoptr(at, pointer), *how])
+        return context.get_dummy_value()
+
+    return types.void(*[place] * 4), generate
+
+
 def _pointing(element: Any, kind: Any) -> Any:
     @intrinsic
     def point(typing: Any, address: Any) -> Any:
