@@ -106,11 +106,18 @@ class Samples:
             views: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
             for _, tensor in tensors:
                 if tensor.numel() and not tensor.is_meta:
-                    flat = tensor.detach().reshape(-1)
-                    few = flat[:: -(-flat.numel() // SAMPLES)]
-                    views.setdefault((tensor.device, tensor.dtype), []).append(few)
+                    views.setdefault((tensor.device, tensor.dtype), []).append(_few(tensor.detach()))
             self._objects, self._views = objects, [*views.values()]
         return [*objects, *((_bytes(torch.cat(group)),) for group in self._views)]
+
+
+def _few(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of a few elements (count,), evenly spaced in memory, or along an axis if others lie between."""
+    dense = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+    if not dense.is_contiguous():
+        longest = max(range(tensor.ndim), key=tensor.size)
+        dense = tensor[tuple(slice(None) if i == longest else n // 2 for i, n in enumerate(tensor.shape))]
+    return dense.view(-1)[:: -(-dense.numel() // SAMPLES)]
 
 
 def _object(name: str, tensor: torch.Tensor) -> tuple[object, ...]:

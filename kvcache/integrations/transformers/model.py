@@ -258,15 +258,16 @@ class TransformersModel(DrivenModel):
 def _column_major(model: Any) -> None:
     """Store the F32 weights (outputs, inputs) of linear layers column-major where MKL is faster with them:
     if there are more outputs than inputs. On an AMD EPYC it multiplies one row by these in 0.6 to 0.9 of the
-    time, 128 rows in 0.9 to 1.0.
+    time, 128 rows in 0.9 to 1.0. All other weights are copied too, so that no file stays mapped beside them.
     """
     if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return
-    for part in model.modules():
-        if isinstance(part, torch.nn.Linear) and part.out_features > part.in_features:
-            weight = part.weight
-            if weight.device.type == "cpu" and weight.dtype == torch.float32:
-                weight.data = weight.data.t().contiguous().t()
+    linear = [part.weight for part in model.modules() if isinstance(part, torch.nn.Linear)]
+    turned = {id(weight) for weight in linear if weight.shape[0] > weight.shape[1]}
+    for weight in model.parameters():
+        if weight.device.type == "cpu" and weight.dtype == torch.float32:
+            data = weight.data
+            weight.data = data.t().contiguous().t() if id(weight) in turned else data.clone()
 
 
 def _plan_of(model: Any) -> Plan:

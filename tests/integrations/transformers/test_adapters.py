@@ -239,6 +239,24 @@ def test_weights_that_have_changed_find_nothing_that_they_did_not_compute(
             assert prefix.stats.reused - before == reused
 
 
+ORDERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "column-major": lambda weight: weight.t().contiguous().t(),
+    "part of a larger one": lambda weight: torch.cat((weight, weight), 1)[:, : weight.shape[1]],
+    "every other row": lambda weight: weight.repeat_interleave(2, 0)[::2],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_weights_in_another_order_are_watched_where_they_lie(order: str) -> None:
+    made = llama(2)
+    weight = made.model.layers[0].mlp.up_proj.weight
+    weight.data = ORDERS[order](weight.data)
+    model = TransformersModel(made)
+    assert model.variant() == model.variant() is None
+    weight.data.mul_(-1)
+    assert model.variant() is not None
+
+
 def test_an_adapter_is_found_again_by_what_it_is_in_another_process_too(tmp_path: Path) -> None:
     made, ids = adapted("one"), hf.tokens(1, 14)
     store = MemoryStore()
