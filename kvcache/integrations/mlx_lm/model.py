@@ -14,8 +14,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.nn.layers.embedding import Embedding
-from mlx.nn.layers.linear import Linear
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
@@ -101,8 +99,6 @@ class MLXModel(DrivenModel):
         loaded = LoadedFolder(folder)
         made, config = load_model(Path(folder))
         made.set_dtype(_DTYPES[dtype])
-        if backend.devices[0].kind == "cpu":
-            _column_major(made, bool(config.get("tie_word_embeddings")))
         model = cls(made, config, backend)
         model._folder = loaded
         return model
@@ -261,15 +257,3 @@ def _last(outputs: np.ndarray, length: int) -> tuple[Callable[[mx.array], mx.arr
 def _named(config: Any) -> dict[str, Any]:
     """The items of a mapping or the attributes of an object; empty for None."""
     return dict(config) if isinstance(config, Mapping) else {} if config is None else dict(vars(config))
-
-
-def _column_major(model: Any, tied: bool) -> None:
-    """Store the F32 weights (outputs, inputs) of linear layers column-major if there are more outputs than
-    inputs: MLX's own BLAS for CPUs then takes half the time, OpenBLAS 0.6 to 1.0. ``tied``: embeddings too.
-    """
-    kinds = (Linear, Embedding) if tied else Linear
-    for part in model.modules():
-        weight = part.weight if isinstance(part, kinds) else None
-        if weight is not None and weight.dtype == mx.float32 and weight.shape[0] > weight.shape[1]:
-            part.weight = mx.contiguous(weight.T).T
-            mx.eval(part.weight)

@@ -6,24 +6,20 @@ import threading
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("mlx_lm")
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
-from mlx_lm.utils import load_model
 
-import ml
 from kvcache import HostTier, InvalidRangeError, NotSupportedError
 from kvcache.integrations.mlx_lm import MLXModel
 from kvcache.prefix import worker
 from kvcache.snapshots.serialize import serialize
-from kvcache_engine import Engine, EngineOptions, GenerationOptions, RequestError, bundled_model
+from kvcache_engine import Engine, EngineOptions, GenerationOptions, RequestError
 
 from ...rigs import mlx_lm_models as models
 
@@ -52,25 +48,6 @@ def test_of_a_prompt_only_the_last_token_has_logits() -> None:
         engine.step()
         assert engine.running[0].run.generated == 1
         assert mx.get_peak_memory() - before < 256 * vocabulary * 4 // 2
-
-
-def test_a_loaded_model_keeps_its_weights_in_the_order_that_is_read_faster() -> None:
-    made, _ = load_model(bundled_model())
-    made.set_dtype(mx.float32)
-    with ml.open_backend("mlx", device="cpu") as backend:
-        loaded = MLXModel.load(bundled_model(), backend, ml.DType.F32).model
-        narrow = MLXModel.load(bundled_model(), backend, ml.DType.BF16).model
-    head, mlp = loaded.model.embed_tokens.weight, loaded.layers[0].mlp
-    weights = head, mlp.up_proj.weight, mlp.down_proj.weight
-    assert [np.array(x, copy=False).flags.c_contiguous for x in weights] == [False, False, True]
-    assert memoryview(narrow.layers[0].mlp.up_proj.weight).c_contiguous
-    for (name, weight), (other, ours) in zip(
-        tree_flatten(made.parameters()), tree_flatten(loaded.parameters()), strict=True
-    ):
-        assert name == other
-        assert mx.array_equal(weight, ours)
-    prompt = mx.array([[token % 2000 for token in models.prompt_of(9)]])
-    assert mx.allclose(loaded(prompt), made(prompt), rtol=1e-4, atol=1e-4)
 
 
 def inputs_of(part: Any, method: str) -> list[int]:
