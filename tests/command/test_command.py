@@ -219,16 +219,19 @@ def test_as_a_module_and_without_a_framework(make_model: Make) -> None:
     assert done.stdout.startswith("x")
 
 
-@pytest.mark.parametrize(("given", "expected"), [({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active")])
-def test_threads_wait_without_spinning_unless_asked_to(given: dict[str, str], expected: str) -> None:
+@pytest.mark.parametrize(("name", "default"), [("OMP_WAIT_POLICY", "passive"), ("THP_MEM_ALLOC_ENABLE", "1")])
+@pytest.mark.parametrize("given", [None, "other"])
+def test_pytorch_is_set_up_unless_the_environment_says_otherwise(
+    name: str, default: str, given: str | None
+) -> None:
     """From before anything is imported: here the command gets no further."""
     code = (
         "import atexit, os, sys; from kvcache_engine.command.main import main; sys.modules['typer'] = None; "
-        "atexit.register(lambda: print(os.environ['OMP_WAIT_POLICY'])); main()"
+        f"atexit.register(lambda: print(os.environ[{name!r}])); main()"
     )
-    without = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    done = ended(sys.executable, "-c", code, env=without | given)
-    assert done.stdout.strip() == expected, done.stderr
+    others = {one: value for one, value in os.environ.items() if one != name}
+    done = ended(sys.executable, "-c", code, env=others | ({name: given} if given else {}))
+    assert done.stdout.strip() == (given or default), done.stderr
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
