@@ -113,7 +113,7 @@ class ForwardPass:
 
     def _is_put(self) -> bool:
         stamp = self.stamp
-        for buffers in self.layers.values():
+        for buffers in [*self.layers.values()]:  # at once: another thread may put a layer's first K and V
             if buffers.stamp < stamp:
                 return False
         return bool(self.layers)
@@ -125,7 +125,7 @@ class ForwardPass:
         True if that is unknown: a pass that stores nothing may read any layer, and a graph does not report
         what it does.
         """
-        stamps = [buffers.stamp for buffers in self.layers.values()]
+        stamps = [buffers.stamp for buffers in [*self.layers.values()]]  # at once, as in _is_put
         if self.cells is None or (self.reading.fixed is not None and max(stamps, default=0) < self.stamp):
             return True
         return bool(stamps) and min(stamps) > self.stamp

@@ -695,7 +695,7 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
     @property
     def nbytes(self) -> int:
         """Bytes of all allocated buffers."""
-        return sum(buffers.nbytes for buffers in self._buffers.values())
+        return sum(buffers.nbytes for buffers in [*self._buffers.values()])  # at once: threads may ask
 
     @property
     def capacity_nbytes(self) -> int:

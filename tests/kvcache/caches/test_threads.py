@@ -213,6 +213,33 @@ def _evaluated(cache: Any, ctx: ml.Context, seq: int, position: int) -> list[flo
     return wrong
 
 
+class _Appearing:
+    """The buffers of a layer; whenever they are looked at, another thread's layer has appeared."""
+
+    def __init__(self, buffers: Any, layers: dict[int, Any]) -> None:
+        self._buffers, self._layers = buffers, layers
+
+    def __getattr__(self, name: str) -> Any:
+        self._layers[len(self._layers)] = self._buffers
+        return getattr(self._buffers, name)
+
+
+def test_layers_that_appear_while_another_thread_asks(backend: ml.Backend, other: Any) -> None:
+    cache: Any = bound(CausalCache(), backend, 1, 16, 4)
+    with backend.new_context() as ctx:
+        cache.start_forward(ctx, Batch([0], [0]))
+        cache.set_layer(0)
+        _put(cache, ctx)
+        own = cache.nbytes
+        layers = cache.storage.buffers
+        layers[1] = _Appearing(layers[0], layers)
+        assert cache.nbytes == 2 * own
+        assert other(cache.foreign_pass)
+        assert len(layers) > 2
+        for layer in [*layers][1:]:
+            del layers[layer]
+
+
 @pytest.mark.parametrize("kind", ["causal", "window", "wrapper"])
 def test_threads_that_use_one_cache_get_what_is_right_or_an_error(backend: ml.Backend, kind: str) -> None:
     """Each has a sequence of its own, whose tokens are all its number."""
