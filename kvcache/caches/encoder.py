@@ -485,7 +485,7 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
         """Bytes of all stored outputs; a shared output counts once."""
         entries, tensors = list(self._entries.values()), dict[int, int]()
         for entry in entries:
-            tensors |= {id(t): t.nbytes for pair in entry.layers.values() for t in pair}
+            tensors |= {id(t): t.nbytes for pair in [*entry.layers.values()] for t in pair}
             if entry.before is not None:
                 entries.append(entry.before)
         return sum(tensors.values())
