@@ -534,8 +534,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=DOCS / "benchmarks", help="where the record is")
     parser.add_argument("--add", action="store_true", help="keep what the record has of other sizes")
     options = parser.parse_args(arguments)
-    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # huge pages, in which kvcache serve allocates, for everybody
+    os.environ |= {
+        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+        "THP_MEM_ALLOC_ENABLE": "1",  # for all, since kvcache serve sets it
+    }  # fmt: skip
     packages = ["torch", "transformers"] if options.library == "transformers" else ["mlx", "mlx-lm"]
     about = [machine(), *(f"{name} {version(name)}" for name in packages)]
     about += [f"{Path(name).name} preloaded" for name in os.environ.get("LD_PRELOAD", "").split(":") if name]
