@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,17 +37,21 @@ class Adapters:
         self._weights = WatchedWeights()
         self._samples: dict[str, Samples] = {}
         """By adapter; "": of the weights outside adapters."""
-        self._look(_modules_of(model))
+        with contextlib.suppress(NotSupportedError):  # of adapters; the weights have been inspected
+            self.variant()
 
     def variant(self) -> Part:
         """The variant for new conversations; None: the original weights without adapters. Raises
         NotSupportedError for adapters whose keys and values cannot be shared.
         """
+        if not getattr(self._model, "peft_config", None):  # most models, at each request
+            self._weights.look(self._marks("", _parameters_of(self._model), self._names))
+            return self._weights.version
         modules = _modules_of(self._model)
-        layers = _layers_of(self._model, modules)
+        layers = _layers_of(modules)
         active = [_computing(layer) for layer in layers]
+        own = self._look(modules, layers)
         _check(self._model, layers, active)
-        own = self._look(modules)
         digests = {name: self._digest(name, own) for name in {name for each in active for name, _ in each}}
         parts: list[Part] = [[(digests[name], scale) for name, scale in each] for each in active]
         if not any(active):
@@ -60,34 +65,40 @@ class Adapters:
         except NotSupportedError:
             return False
 
-    def _look(self, modules: Sequence[tuple[str, Any]]) -> dict[str, list[Named]]:
+    def _names(self) -> dict[int, str]:
+        """The names of the parameters, by id, as they are without adapters."""
+        named = _tensors_of(_modules_of(self._model), False)
+        return {id(tensor): _unwrapped(name) for name, tensor in named}
+
+    def _look(self, modules: Sequence[tuple[str, Any]], layers: Sequence[Any]) -> dict[str, list[Named]]:
         """Inspect the weights; returns the tensors of each adapter."""
-        own: dict[str, list[Named]] = {name: [] for name in getattr(self._model, "peft_config", ())}
+        own: dict[str, list[Named]] = {name: [] for name in self._model.peft_config}
         base: list[Named] = []
-        for name, tensor in _tensors_of(modules, bool(own)):
-            if not own and not any(part in name for part in _WRAPPED):  # most models, at each request
-                if isinstance(tensor, torch.nn.Parameter):
-                    base.append((name, tensor))
-                continue
+        for name, tensor in _tensors_of(modules, True):
             path = name.split(".")
             adapter = next((part for part in path if part in own), None)
             if adapter is not None:
                 own[adapter].append((".".join("" if part == adapter else part for part in path), tensor))
             elif isinstance(tensor, torch.nn.Parameter):
-                base.append((".".join(part for part in path if part not in _WRAPPED), tensor))
+                base.append((_unwrapped(name), tensor))
         # Merging an adapter and unmerging it both change the weights, with rounding: other writes in between
         # cannot be distinguished.
-        merged = [tuple(getattr(layer, "merged_adapters", ())) for layer in _layers_of(self._model, modules)]
-        self._weights.look([*self._marks("", base), *filter(None, merged)])
+        merged = [tuple(getattr(layer, "merged_adapters", ())) for layer in layers]
+        self._weights.look([*self._marks_of("", base), *filter(None, merged)])
         return own
 
     def _digest(self, name: str, own: dict[str, list[Named]]) -> str:
         tensors = own.get(name, [])
-        return self._weights.digest(name, self._marks(name, tensors), lambda: map(_content, tensors))
+        return self._weights.digest(name, self._marks_of(name, tensors), lambda: map(_content, tensors))
 
-    def _marks(self, whose: str, tensors: Sequence[Named]) -> Marks:
-        samples = self._samples.setdefault(whose, Samples())
-        return samples.marks(tensors)
+    def _marks_of(self, whose: str, named: Sequence[Named]) -> Marks:
+        tensors = [tensor for _, tensor in named]
+        return self._marks(whose, tensors, lambda: {id(tensor): name for name, tensor in named})
+
+    def _marks(
+        self, whose: str, tensors: Sequence[torch.Tensor], names: Callable[[], dict[int, str]]
+    ) -> Marks:
+        return self._samples.setdefault(whose, Samples()).marks(tensors, names)
 
 
 class Samples:
@@ -95,20 +106,24 @@ class Samples:
 
     def __init__(self) -> None:
         self._objects: Marks = ()
+        self._named: Marks = ()
         self._views: list[list[torch.Tensor]] = []
 
-    def marks(self, tensors: Sequence[Named]) -> Marks:
-        """For each tensor its object, address, version and sampled elements, which are read together for each
-        dtype.
+    def marks(self, tensors: Sequence[torch.Tensor], names: Callable[[], dict[int, str]]) -> Marks:
+        """For each tensor its name, address, version and sampled elements, which are read together for each
+        dtype. ``names`` are by the tensors' ids, and are asked for when the tensors have been replaced.
         """
-        objects = [_object(name, tensor) for name, tensor in tensors]
+        objects = [_object(tensor) for tensor in tensors]
         if objects != self._objects:
+            known = names()
+            order = sorted(range(len(tensors)), key=lambda i: known[id(tensors[i])])
             views: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-            for _, tensor in tensors:
+            for tensor in (tensors[i] for i in order):
                 if tensor.numel() and not tensor.is_meta:
                     views.setdefault((tensor.device, tensor.dtype), []).append(_few(tensor.detach()))
+            self._named = [(known[id(tensors[i])], *objects[i]) for i in order]
             self._objects, self._views = objects, [*views.values()]
-        return [*objects, *((_bytes(torch.cat(group)),) for group in self._views)]
+        return [*self._named, *((_bytes(torch.cat(group)),) for group in self._views)]
 
 
 def _few(tensor: torch.Tensor) -> torch.Tensor:
@@ -120,10 +135,28 @@ def _few(tensor: torch.Tensor) -> torch.Tensor:
     return dense.view(-1)[:: -(-dense.numel() // SAMPLES)]
 
 
-def _object(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
+def _object(tensor: torch.Tensor) -> tuple[object, ...]:
     if tensor.is_meta:  # offloaded by accelerate, which loads a new object for each pass
-        return name, tensor.shape, tensor.dtype
-    return name, id(tensor), tensor.data_ptr(), None if tensor.is_inference() else tensor._version
+        return tensor.shape, tensor.dtype
+    return id(tensor), tensor.data_ptr(), None if tensor.is_inference() else tensor._version
+
+
+def _unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
+
+
+def _parameters_of(model: Any) -> list[torch.Tensor]:
+    """The parameters of all modules, in the order of ``_tensors_of``."""
+    found: list[torch.Tensor] = []
+    modules = [model] if isinstance(model, torch.nn.Module) else []
+    seen = {id(model)}
+    for module in modules:  # the list grows during the loop
+        found += [tensor for tensor in module._parameters.values() if tensor is not None]
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                modules.append(child)
+    return found
 
 
 def _modules_of(model: Any) -> list[tuple[str, Any]]:
@@ -138,10 +171,8 @@ def _modules_of(model: Any) -> list[tuple[str, Any]]:
     return modules
 
 
-def _layers_of(model: Any, modules: Sequence[tuple[str, Any]]) -> list[Any]:
+def _layers_of(modules: Sequence[tuple[str, Any]]) -> list[Any]:
     """The layers that have adapters."""
-    if not hasattr(model, "peft_config"):
-        return []
     # PEFT's layers have a property; models have methods of the same name.
     return [part for _, part in modules if isinstance(getattr(part, "disable_adapters", None), bool)]
 
@@ -164,8 +195,6 @@ def _computing(layer: Any) -> list[tuple[str, float | None]]:
 
 def _check(model: Any, layers: Sequence[Any], active: Sequence[Sequence[tuple[str, Any]]]) -> None:
     """Refuse adapters whose keys and values depend on more than earlier tokens, or cannot be identified."""
-    if not hasattr(model, "peft_config"):
-        return
     configs = [model.peft_config.get(name) for name in {name for each in active for name, _ in each}]
     own: Any = getattr(model, "active_peft_config", None)
     if own is not None and (any(active) or not layers or own.is_prompt_learning):

@@ -31,7 +31,7 @@ from kvcache import (
     OrderError,
     PrefixOptions,
 )
-from kvcache.integrations.mlx_lm import MLXPrefixCache, rewind
+from kvcache.integrations.mlx_lm import MLXModel, MLXPrefixCache, adapters, rewind
 from kvcache.prefix.prefix_cache import SessionLimitError
 from kvcache.stores import MemoryStore
 
@@ -406,6 +406,33 @@ def test_weights_that_have_changed_find_nothing_that_they_did_not_compute(
             before = cache.prefix.stats.reused
             assert said(cache, FIRST, 5) == models.greedy(model, FIRST, 5, None)
             assert cache.prefix.stats.reused - before == reused
+
+
+def in_another_order(model: Any, folder: Path) -> None:
+    weight = model.model.layers[1].mlp.up_proj.weight
+    model.model.layers[1].mlp.up_proj.weight = mx.contiguous(weight.T).T
+
+
+def exchanged(model: Any, folder: Path) -> None:
+    one, other = (layer.self_attn for layer in model.model.layers[:2])
+    one.k_proj, other.k_proj = other.k_proj, one.k_proj
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("memory", ["of the host", "of a device"])
+@pytest.mark.parametrize("change", [base, base_written, exchanged])
+def test_a_model_without_adapters_has_another_variant_after_each_change_only(
+    change: Callable[[Any, Path], None], memory: str, dtype: mx.Dtype, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(adapters, "_host_reads", lambda: memory == "of the host")
+    model = models.make_llama()
+    model.set_dtype(dtype)
+    in_another_order(model, tmp_path)
+    watched = MLXModel(model)
+    assert watched.variant() == watched.variant() is None
+    change(model, tmp_path)
+    assert watched.variant() == watched.variant() is not None
 
 
 def test_an_adapter_is_found_again_by_what_it_is(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -255,6 +256,50 @@ def test_weights_in_another_order_are_watched_where_they_lie(order: str) -> None
     assert model.variant() == model.variant() is None
     weight.data.mul_(-1)
     assert model.variant() is not None
+
+
+def exchanged(made: Any, folder: Path) -> None:
+    one, other = (layer.self_attn for layer in made.model.layers)
+    one.k_proj, other.k_proj = other.k_proj, one.k_proj
+
+
+def another_module(made: Any, folder: Path) -> None:
+    attention = made.model.layers[1].self_attn
+    attention.k_proj = copy.deepcopy(attention.k_proj)
+
+
+def another_tensor(made: Any, folder: Path) -> None:
+    made.model.norm.weight = torch.nn.Parameter(made.model.norm.weight * 2)
+
+
+def new_data(made: Any, folder: Path) -> None:
+    made.model.norm.weight.data = made.model.norm.weight.data * 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [base, base_written, exchanged, another_module, another_tensor, new_data],
+    ids=lambda one: one.__name__,
+)
+def test_a_model_without_adapters_has_another_variant_after_each_change_only(
+    change: Callable[[Any, Path], None], tmp_path: Path
+) -> None:
+    made = llama(2)
+    model = TransformersModel(made)
+    assert model.variant() == model.variant() is None
+    change(made, tmp_path)
+    assert model.variant() == model.variant() is not None
+
+
+def test_adapters_that_come_and_go_leave_the_variant_of_the_model_as_it_was() -> None:
+    made = llama(2)
+    model = TransformersModel(made)
+    wrapped = peft.get_peft_model(made, lora())
+    assert model.variant() is not None
+    with wrapped.disable_adapter():
+        assert model.variant() is None
+    wrapped.unload()
+    assert model.variant() is None
 
 
 def test_an_adapter_is_found_again_by_what_it_is_in_another_process_too(tmp_path: Path) -> None:
