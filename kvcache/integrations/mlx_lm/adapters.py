@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
 
 from kvcache.integrations.weights import SAMPLES, Marks, WatchedWeights
 from kvcache.stores import Part
@@ -32,11 +31,6 @@ class Adapters:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._weights = WatchedWeights()
-        self._objects: list[tuple[object, ...]] = []
-        """The arrays of a model without adapters, when it was last inspected whole."""
-        self._named: Marks = ()
-        self._order: list[int] = []
-        """Their names, and their numbers by name."""
         self._look()
 
     def variant(self) -> Part:
@@ -54,58 +48,48 @@ class Adapters:
         """Inspect the weights; returns the scales of layers with adapters, and the adapters' arrays."""
         if not hasattr(self._model, "named_modules"):
             return [], []
-        arrays = _arrays_of(self._model, [])
-        objects = [_object(array) for array in arrays]
-        if objects == self._objects:  # most models, at each request
-            self._weights.look([*self._named, (_few(arrays[i] for i in self._order),)])
-            return [], []
-        own: list[Named] = []
-        base: list[tuple[str, int]] = []
-        named_arrays: Any = tree_flatten(self._model.parameters())
+        named = [*_arrays_of(self._model)]
         layers: dict[str, Any] = {}
-        if any(name.endswith("lora_a") for name, _ in named_arrays):
+        if any(name.endswith("lora_a") for name, _ in named):  # it takes as long as all the rest
             layers = {name: part for name, part in self._model.named_modules() if hasattr(part, "lora_a")}
-        place = {id(array): i for i, array in enumerate(arrays)}
-        for name, array in named_arrays:
+        own: list[Named] = []
+        base: list[Named] = []
+        for name, array in named:
             layer, _, leaf = name.rpartition(".")
             if layer in layers and leaf in _ADAPTER:
                 own.append((name, array))
             else:
-                bare = ".".join(part for part in name.split(".") if part not in _WRAPPED)
-                base.append((bare, place[id(array)]))
-        base.sort()
-        named = [(name, *objects[i]) for name, i in base]
-        order = [i for _, i in base]
-        self._objects, self._named, self._order = [] if layers else objects, named, order
-        self._weights.look([*named, (_few(arrays[i] for i in order),)])
+                base.append((_unwrapped(name), array))
+        self._weights.look(_marks(sorted(base, key=lambda named: named[0])))
         scales: list[Part] = [(name, float(getattr(part, "scale", 1.0))) for name, part in layers.items()]
         return sorted(scales, key=str), sorted(own, key=lambda named: named[0])
 
 
-def _arrays_of(part: Any, found: list[mx.array]) -> list[mx.array]:
-    """Append the arrays of ``parameters()`` of a module, or of a dict or list in one."""
+def _arrays_of(part: Any, prefix: str = "") -> Iterator[Named]:
+    """The arrays of ``parameters()`` of a module, or of a dict or list in one."""
     items: Any = part.items() if isinstance(part, dict) else enumerate(part)
     private = isinstance(part, Module)  # its names with an underscore
     for key, child in items:
         if private and key.startswith("_"):
             continue
         if isinstance(child, mx.array):
-            found.append(child)
+            yield f"{prefix}{key}", child
         elif isinstance(child, dict | list):
-            _arrays_of(child, found)
-    return found
+            yield from _arrays_of(child, f"{prefix}{key}.")
 
 
-def _object(array: mx.array) -> tuple[object, ...]:
-    return id(array), array.shape, array.dtype
+@functools.lru_cache(maxsize=4096)
+def _unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 
-def _marks(named: Sequence[Named]) -> Marks:
-    arrays = [array for _, array in named]
-    return [*((name, *_object(array)) for name, array in named), (_few(arrays),)]
+def _marks(arrays: Sequence[Named]) -> Marks:
+    """For each array its object, and a few elements of all."""
+    few = _few([array for _, array in arrays])
+    return [*((name, array.shape, array.dtype, id(array)) for name, array in arrays), (few,)]
 
 
-def _few(arrays: Iterable[mx.array]) -> bytes:
+def _few(arrays: Sequence[mx.array]) -> bytes:
     """A few elements of each array, evenly spaced along each axis, since ``reshape`` may copy all of it."""
     few = [(array, _spaced(array.shape)) for array in arrays if array.size]
     if _host_reads():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,10 +44,10 @@ class Adapters:
         """The variant for new conversations; None: the original weights without adapters. Raises
         NotSupportedError for adapters whose keys and values cannot be shared.
         """
-        if not getattr(self._model, "peft_config", None):  # most models, at each request
-            self._weights.look(self._marks("", _parameters_of(self._model), self._names))
-            return self._weights.version
         modules = _modules_of(self._model)
+        if not getattr(self._model, "peft_config", None):  # most models, at each request
+            self._weights.look(self._marks("", [*_tensors_of(modules, False)]))
+            return self._weights.version
         layers = _layers_of(modules)
         active = [_computing(layer) for layer in layers]
         own = self._look(modules, layers)
@@ -65,11 +65,6 @@ class Adapters:
         except NotSupportedError:
             return False
 
-    def _names(self) -> dict[int, str]:
-        """The names of the parameters, by id, as they are without adapters."""
-        named = _tensors_of(_modules_of(self._model), False)
-        return {id(tensor): _unwrapped(name) for name, tensor in named}
-
     def _look(self, modules: Sequence[tuple[str, Any]], layers: Sequence[Any]) -> dict[str, list[Named]]:
         """Inspect the weights; returns the tensors of each adapter."""
         own: dict[str, list[Named]] = {name: [] for name in self._model.peft_config}
@@ -80,25 +75,19 @@ class Adapters:
             if adapter is not None:
                 own[adapter].append((".".join("" if part == adapter else part for part in path), tensor))
             elif isinstance(tensor, torch.nn.Parameter):
-                base.append((_unwrapped(name), tensor))
+                base.append((name, tensor))
         # Merging an adapter and unmerging it both change the weights, with rounding: other writes in between
         # cannot be distinguished.
         merged = [tuple(getattr(layer, "merged_adapters", ())) for layer in layers]
-        self._weights.look([*self._marks_of("", base), *filter(None, merged)])
+        self._weights.look([*self._marks("", base), *filter(None, merged)])
         return own
 
     def _digest(self, name: str, own: dict[str, list[Named]]) -> str:
         tensors = own.get(name, [])
-        return self._weights.digest(name, self._marks_of(name, tensors), lambda: map(_content, tensors))
+        return self._weights.digest(name, self._marks(name, tensors), lambda: map(_content, tensors))
 
-    def _marks_of(self, whose: str, named: Sequence[Named]) -> Marks:
-        tensors = [tensor for _, tensor in named]
-        return self._marks(whose, tensors, lambda: {id(tensor): name for name, tensor in named})
-
-    def _marks(
-        self, whose: str, tensors: Sequence[torch.Tensor], names: Callable[[], dict[int, str]]
-    ) -> Marks:
-        return self._samples.setdefault(whose, Samples()).marks(tensors, names)
+    def _marks(self, whose: str, tensors: Sequence[Named]) -> Marks:
+        return self._samples.setdefault(whose, Samples()).marks(tensors)
 
 
 class Samples:
@@ -109,19 +98,19 @@ class Samples:
         self._named: Marks = ()
         self._views: list[list[torch.Tensor]] = []
 
-    def marks(self, tensors: Sequence[torch.Tensor], names: Callable[[], dict[int, str]]) -> Marks:
+    def marks(self, tensors: Sequence[Named]) -> Marks:
         """For each tensor its name, address, version and sampled elements, which are read together for each
-        dtype. ``names`` are by the tensors' ids, and are asked for when the tensors have been replaced.
+        dtype. By the names that they have without adapters.
         """
-        objects = [_object(tensor) for tensor in tensors]
+        objects = [_object(tensor) for _, tensor in tensors]
         if objects != self._objects:
-            known = names()
-            order = sorted(range(len(tensors)), key=lambda i: known[id(tensors[i])])
+            order = sorted((_unwrapped(name), i) for i, (name, _) in enumerate(tensors))
             views: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-            for tensor in (tensors[i] for i in order):
+            for _, i in order:
+                tensor = tensors[i][1]
                 if tensor.numel() and not tensor.is_meta:
                     views.setdefault((tensor.device, tensor.dtype), []).append(_few(tensor.detach()))
-            self._named = [(known[id(tensors[i])], *objects[i]) for i in order]
+            self._named = [(name, *objects[i]) for name, i in order]
             self._objects, self._views = objects, [*views.values()]
         return [*self._named, *((_bytes(torch.cat(group)),) for group in self._views)]
 
@@ -143,20 +132,6 @@ def _object(tensor: torch.Tensor) -> tuple[object, ...]:
 
 def _unwrapped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPED)
-
-
-def _parameters_of(model: Any) -> list[torch.Tensor]:
-    """The parameters of all modules, in the order of ``_tensors_of``."""
-    found: list[torch.Tensor] = []
-    modules = [model] if isinstance(model, torch.nn.Module) else []
-    seen = {id(model)}
-    for module in modules:  # the list grows during the loop
-        found += [tensor for tensor in module._parameters.values() if tensor is not None]
-        for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                modules.append(child)
-    return found
 
 
 def _modules_of(model: Any) -> list[tuple[str, Any]]:
