@@ -4,6 +4,7 @@ overhead.
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Sequence
@@ -27,10 +28,10 @@ class Half:
     """The keys or the values: a whole storage, and its axis of rows."""
 
     __slots__ = (
-        "axis", "before", "dtype", "one", "order", "ref", "row", "shape", "storage", "strides", "whole",
+        "axis", "before", "dtype", "one", "order", "ref", "row", "shape", "storage", "strides",
     )  # fmt: skip
 
-    def __init__(self, tensor: MlxTensor) -> None:
+    def __init__(self, tensor: MlxTensor, order: Shape) -> None:
         self.storage: MlxStorage = tensor.storage
         self.ref: weakref.ref[Storage] = weakref.ref(self.storage)
         self.dtype = tensor.dtype
@@ -38,27 +39,26 @@ class Half:
         self.row: Shape = (1, *self.shape)
         self.strides: Shape = tensor.strides
         sizes = self.storage.shape
-        self.order: Shape = tuple(tensor.strides.index(step) for step in contiguous_strides(sizes))
+        self.order = order
         """The storage's axis k is the tensor's axis ``order[k]``."""
-        self.axis = self.order.index(0)
+        self.axis = order.index(0)
         self.before = (slice(None),) * self.axis
-        heads_first = self.order.index(1) < self.order.index(2)
+        heads_first = order.index(1) < order.index(2)
         self.one: Shape = (*sizes[: self.axis], 1, *sizes[self.axis + 1 :]) if heads_first else ()
         """The shape of one row in the storage, if rows are put in that order."""
-        self.whole = tensor.offset == 0 and tuple(tensor.shape[axis] for axis in self.order) == sizes
 
     @classmethod
     def each(cls, *tensors: MlxTensor) -> list[Half] | None:
         """None unless each tensor covers its own whole storage, with rows along the same axis."""
-        for tensor in tensors:
-            if len(tensor.shape) != 3 or len(tensor.storage.shape) != 3 or min(tensor.shape) < 2:
-                return None  # the stride of an axis of size 1 does not identify it
-            if sorted(tensor.strides) != sorted(contiguous_strides(tensor.storage.shape)):
-                return None
         if len({id(tensor.storage) for tensor in tensors}) < len(tensors):
             return None
-        halves = [cls(tensor) for tensor in tensors]
-        if not all(half.whole and half.axis == halves[0].axis for half in halves):
+        halves: list[Half] = []
+        for tensor in tensors:
+            order = _order_of(tensor)
+            if order is None:
+                return None
+            halves.append(cls(tensor, order))
+        if any(half.axis != halves[0].axis for half in halves):
             return None
         for half, tensor in zip(halves, tensors, strict=True):
             if half.order != (0, 1, 2):
@@ -98,6 +98,23 @@ class Half:
         made.offset = start * strides[0]
         made.shape = (count, *self.shape)
         return made
+
+
+def _order_of(tensor: MlxTensor) -> Shape | None:
+    """The tensor's axis at each axis of its storage; None unless it covers all of it. There may be a single
+    head, whose stride says nothing.
+    """
+    shape, strides, sizes = tensor.shape, tensor.strides, tensor.storage.shape
+    if len(shape) != 3 or len(sizes) != 3 or min(shape[0], shape[2]) < 2 or tensor.offset:
+        return None
+    steps = contiguous_strides(sizes)
+    for order in itertools.permutations(range(3)):
+        if all(
+            shape[axis] == size and (strides[axis] == step or size == 1)
+            for axis, size, step in zip(order, sizes, steps, strict=True)
+        ):
+            return order
+    return None
 
 
 class MlxKVStore:

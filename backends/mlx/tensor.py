@@ -48,11 +48,7 @@ class MlxTensor(StridedTensor):
         """A snapshot as an ``mx.array``, already scheduled, so that any thread may use it (except within
         ``MlxBackend.shared_stream``).
         """
-        self.backend.check("native")
-        array = self.read().__copy__()
-        if not self.storage.work.shared_here:
-            self.storage.work.flush(array)
-        return array
+        return self.backend.natives(self)[0]  # type: ignore[attr-defined]
 
     def to_numpy(self) -> np.ndarray:
         self.backend.check("to_numpy")

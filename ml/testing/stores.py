@@ -23,11 +23,11 @@ BUFFERS: dict[str, Callable[[Context, int], Tensor]] = {
 """Kinds of buffers; a backend may lack a store for some of them."""
 
 
-def halves(ctx: Context, order: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Zero keys (ROWS, HEADS, DIM) and values (ROWS, HEADS, V_DIM), laid out in the given order of axes."""
+def halves(ctx: Context, order: tuple[int, ...], heads: int = HEADS) -> tuple[Tensor, Tensor]:
+    """Zero keys (ROWS, heads, DIM) and values (ROWS, heads, V_DIM), laid out in the given order of axes."""
     made = []
     for dim in (DIM, V_DIM):
-        sizes = (ROWS, HEADS, dim)
+        sizes = (ROWS, heads, dim)
         whole = ctx.zeros([sizes[axis] for axis in order], DType.F32)
         made.append(whole.permute(ctx, *(order.index(axis) for axis in range(3))))
     return made[0], made[1]
@@ -60,20 +60,20 @@ DECLINED: dict[str, tuple[int, int, tuple[int, ...], tuple[int, ...]]] = {
 class KVStoreTests(BackendCase):
     """What ``ml.KVStore`` promises, for backends that have one."""
 
-    @each(order=ORDERS, rows=[(0, 1), (3, 1), (2, 4), (0, ROWS), (ROWS - 1, 1)])
+    @each(order=ORDERS, rows=[(0, 1), (3, 1), (2, 4), (0, ROWS), (ROWS - 1, 1)], heads=[HEADS, 1])
     def test_rows_that_were_written_are_read_back_and_no_others_change(
-        self, backend: Backend, ctx: Context, order: tuple[int, ...], rows: tuple[int, int]
+        self, backend: Backend, ctx: Context, order: tuple[int, ...], rows: tuple[int, int], heads: int
     ) -> None:
         start, count = rows
-        key, value = halves(ctx, order)
+        key, value = halves(ctx, order, heads)
         store = store_of(backend, key, value)
-        new_key, new_value = numbers(count, DIM), numbers(count, V_DIM, 1000)
+        new_key, new_value = numbers(count, DIM)[:, :heads], numbers(count, V_DIM, 1000)[:, :heads]
         sources = [  # rows whose own storage has the buffer's shape
             ctx.from_numpy(new.reshape([new.shape[axis] for axis in order])).reshape(ctx, *new.shape)
             for new in (new_key, new_value)
         ]
         assert store.write(ctx, start, count, sources[0], sources[1])
-        expected_key, expected_value = np.zeros((ROWS, HEADS, DIM)), np.zeros((ROWS, HEADS, V_DIM))
+        expected_key, expected_value = np.zeros((ROWS, heads, DIM)), np.zeros((ROWS, heads, V_DIM))
         expected_key[start : start + count], expected_value[start : start + count] = new_key, new_value
         for whole, expected in ((key, expected_key), (value, expected_value)):
             np.testing.assert_array_equal(whole.to_numpy(), expected)

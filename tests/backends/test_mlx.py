@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import ml
+from kvcache import Batch, CausalCache
 from ml import CAUSAL, DType
 from ml.nn import LinearScaling, RopeSpec, YarnScaling, apply_rope, generic_attention, rope_tables
 from ml.testing.attention import causal_matrix, reference
@@ -148,6 +149,29 @@ def test_what_a_write_of_everything_leaves_is_the_hosts_to_write(
     np.testing.assert_array_equal(key.to_numpy(), 2 * given)
     np.testing.assert_array_equal(new.to_numpy(), given)
     np.testing.assert_array_equal(value.to_numpy(), given)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("layout", ml.Layout)
+@pytest.mark.parametrize("dtype", [DType.F32, "Q8_0", "Q4_0"])
+def test_a_cache_of_any_number_of_heads_is_written_by_its_store(
+    backend: MlxBackend, ctx: MlxContext, dtype: Any, layout: ml.Layout, heads: int
+) -> None:
+    read = []
+    with ml.open_backend("numpy") as other, other.new_context() as beside:
+        for owner, place in ((backend, ctx), (other, beside)):
+            cache = CausalCache()
+            cache.set_config(ml.CacheConfig(layout=layout))
+            cache.init(owner, dtype, 1, 8, 8)
+            for begin, count in ((0, 3), (3, 1), (4, 2)):
+                cache.start_forward(place, Batch(range(begin, begin + count), [0] * count))
+                new = np.random.default_rng(begin).normal(size=(count, heads, 64)).astype(np.float32)
+                cache.put(place, place.from_numpy(new), place.from_numpy(-new))
+                read.append([part.to_numpy() for part in cache.get(place)[:2]])
+            stored = cache.storage.buffers[0].store is not None
+            assert stored or owner is other
+    for own, theirs in zip(read[:3], read[3:], strict=True):
+        np.testing.assert_allclose(own, theirs, atol=1e-6)
 
 
 def test_a_write_waits_for_readers_in_flight_instead_of_copying(backend: MlxBackend, ctx: MlxContext) -> None:

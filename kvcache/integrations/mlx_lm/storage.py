@@ -224,7 +224,7 @@ class Storage:
         cache.set_layer(layer)
         if self.reads_cells(one):
             key, value, _ = cache.get(ctx)
-            keys, values = _by_head(ctx, key).native, _by_head(ctx, value).native
+            keys, values = _arrays_of(_by_head(ctx, key), _by_head(ctx, value))
         else:
             keys, values = self.get_by_position(layer, one)
         spec = self._spec(layer)
@@ -240,7 +240,7 @@ class Storage:
         tensors: tuple[Any, Any] = key, value
         if self.attends(layer, one):  # lazy: the arrays may never be needed
             return tensors[0].read(), tensors[1].read()
-        return tensors[0].native, tensors[1].native
+        return _arrays_of(*tensors)
 
     def attends(self, layer: int, one: ForwardPass) -> bool:
         """Whether ``attend`` is faster than attention over ``get``: on a CPU from ``LONG`` on, or if it
@@ -369,7 +369,13 @@ def _kind(layer: Layer) -> Kind | None:
 def _by_head(ctx: ml.Context, x: ml.Tensor) -> ml.Tensor:
     """A view of (history, heads, dim) as (1, heads, history, dim)."""
     (history, heads, dim), (row, head, step) = x.shape, x.strides
-    return x.view(ctx, 0, (1, heads, history, dim), (0, head, row, step))
+    return x.view(ctx, 0, (1, heads, history, dim), (head, head, row, step))
+
+
+def _arrays_of(keys: Any, values: Any) -> tuple[Any, Any]:
+    """As ``native``, both at once."""
+    arrays = keys.backend.natives(keys, values)
+    return arrays[0], arrays[1]
 
 
 def _alike_from(layer: Layer) -> int:
