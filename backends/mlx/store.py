@@ -76,13 +76,15 @@ class Half:
             return None
         if (
             count == 1
-            and storage.shape == self.one
-            and source.offset == 0
+            and self.one
+            and storage.size == shape[1] * shape[2]
             and strides[2] == 1
             and strides[1] == shape[2]
         ):
             storage.read_at = storage.work.epoch
-            return storage.array
+            if storage.shape == self.one:
+                return storage.array
+            return mx.reshape(storage.array, self.one, stream=storage.work.stream)
         i, j, k = self.order
         return storage.read(
             source.offset, (shape[i], shape[j], shape[k]), (strides[i], strides[j], strides[k])
