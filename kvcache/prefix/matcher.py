@@ -113,8 +113,7 @@ class PrefixMatcher:
             return 0
 
     def _find_and_restore(self, seq: int, ids: np.ndarray) -> int:
-        limit = int(ids.size) - 1
-        limit = reach = limit - limit % self._block
+        limit, reach = self._limit(ids), self._reach(ids)
         self.matching = Stopwatch()
         while True:
             self.origins.clear()
@@ -122,7 +121,7 @@ class PrefixMatcher:
                 self.path = self._tree.walk(ids[:limit])
                 source = self._best(ids, self.path)
                 self._tree.touch(self.path, source.length)
-                stored, self.spared = self._lookup.longest(ids, source.length, reach)
+                stored = self._stored(ids, source.length, reach)
             while stored > source.length:
                 reached = self._from_store(seq, ids, source, stored)
                 if reached is None:
@@ -130,21 +129,44 @@ class PrefixMatcher:
                         stored - 1
                     )  # unavailable content was dropped, or the store fails: look for a shorter prefix
                     break
-                reached = self._go_on(seq, ids[:limit], reached)
+                if reached > limit:
+                    self._cache.remove(seq, limit)
+                    self.origins["store"] -= reached - limit
+                    reached = limit
+                else:
+                    reached = self._go_on(seq, ids[:limit], reached)
                 progress = reached > source.length
                 source, stored = Source(reached, held=True), reached
                 if progress:
                     with self.matching:
-                        stored, self.spared = self._lookup.longest(ids, reached, reach)
+                        stored = self._stored(ids, reached, reach)
             else:
                 if self.from_source(seq, ids, source):
                     if source.session is not None or source.held:
                         self.path = self._tree.walk(ids[:limit])  # newly kept content
                     return source.length
 
+    def _limit(self, ids: np.ndarray) -> int:
+        """The most tokens that are found: the model must compute the last one."""
+        limit = int(ids.size) - 1
+        return limit - limit % self._block
+
+    def _reach(self, ids: np.ndarray) -> int:
+        """How far stores are asked. An entry that ends with the last token is of use if it can be cut."""
+        return int(ids.size) if self._block == 1 and self._tree.divisible else self._limit(ids)
+
+    def _stored(self, ids: np.ndarray, length: int, reach: int) -> int:
+        """How many of the first ``reach`` tokens stores have, at least ``length``; sets ``spared``."""
+        limit, self.spared = self._limit(ids), 0
+        if length < limit:
+            length, spared = self._lookup.longest(ids, length, reach)
+            self.spared = min(spared, max(0, limit - length))
+        return length
+
     def prefetch(self, ids: np.ndarray) -> Prefetch | None:
         """Read ahead what ``fill`` would request from stores."""
-        return self._lookup.prefetch(ids, self.longest(ids))
+        length = self.longest(ids)
+        return None if length >= self._limit(ids) else self._lookup.prefetch(ids, length, self._reach(ids))
 
     def longest(self, ids: np.ndarray) -> int:
         """How many of ``ids`` are available now without asking stores."""
@@ -302,9 +324,8 @@ class StoreLookup:
         been kept.
         """
 
-    def prefetch(self, ids: np.ndarray, length: int) -> Prefetch | None:
-        """Read ahead what stores have after the first ``length`` tokens; None if there is nothing to read."""
-        limit = int(ids.size) - 1
+    def prefetch(self, ids: np.ndarray, length: int, limit: int) -> Prefetch | None:
+        """Read ahead what stores have of ``[length, limit)``; None if there is nothing to read."""
         if self._prefetcher is None or length >= limit or self._waits_for_model:
             return None
         return self._prefetcher.start(self._chain(ids[:limit]), length, limit, self._tree.divisible)

@@ -106,10 +106,24 @@ def test_no_figure_tells_whether_a_stranger_has_computed_the_same(talk: Talk, ca
 
 def test_another_process_finds_in_a_store_what_is_its_tenants_alone(talk: Talk) -> None:
     store = stored(talk, LONG, salt="a", shared=8)
-    for whose, found in (({"salt": "a", "shared": 8}, 16), ({"salt": "b"}, 0), ({}, 8), ({"salt": "a"}, 0)):
+    for whose, found in (({"salt": "a", "shared": 8}, 19), ({"salt": "b"}, 0), ({}, 8), ({"salt": "a"}, 0)):
         second = talk(tiers=[store])
         assert second.keep(LONG, **whose) == found
         second.prefix.close()
+
+
+@pytest.mark.parametrize("length", [2, 7, 8, 9, 15, 16, 20])
+def test_another_process_finds_an_unchanged_prompt_but_for_its_last_token(talk: Talk, length: int) -> None:
+    """In blocks of 8; the entry of its end is cut."""
+    prompt = LONG[:length]
+    store = stored(talk, prompt)
+    second = talk(tiers=[store])
+    for _ in range(2):
+        chat = second.chat(prompt)
+        assert (chat.cached, second.prefix.stats.spared) == (length - 1, 0)
+        chat.say([3])
+        chat.close()
+    assert second.prefix.stats.store == length - 1
 
 
 @some_caches
