@@ -47,7 +47,7 @@ class Asked(BaseModel, extra="forbid"):
     messages: list[Message] | None = Field(None, min_length=1)
     max_tokens: int = Field(128, ge=1)
     temperature: float = Field(0.0, ge=0)
-    user: str = ""  # the salt: other users reuse nothing that was computed for it, and cannot detect it
+    user: str = "anonymous"  # the salt: others reuse nothing that was computed for it, and cannot detect it
 
     @model_validator(mode="after")
     def one_of_two(self) -> Self:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from numbers import Integral
 
-from ml import MLError
+from ml_kvcache import hidden
+
+for _name in ("ml", "kvcache"):  # here, since the engine imports this first
+    if _reason := hidden(_name):
+        raise ImportError(f"kvcache_engine: {_reason}", name=_name)
+
+from ml import MLError  # noqa: E402
 
 __all__ = ["CapacityError", "ModelError", "RequestError", "RunnerError", "TextTooLongError", "check_whole"]
 

@@ -79,6 +79,11 @@ class Uploads(HostArrays):
             plan.foresee(beside if plan.expected is None else plan.expected)
 
 
+def worth(config: ml.CacheConfig, bytes_per_cell: int, most: int = NEVER) -> int:
+    """How many cells a run or a share needs, ``most`` at most, to be read apart from others."""
+    return NEVER if config.batch_invariant else min(most, max(1, config.call_bytes // bytes_per_cell))
+
+
 class ReadPlan:
     """The cells that the queries of a pass see."""
 
@@ -265,10 +270,8 @@ class ReadPlan:
     # Segments, for a kernel and for calls.
 
     def worth(self, bytes_per_cell: int, most: int = NEVER) -> int:
-        """How many cells a run or a share needs, ``most`` at most, to be read apart from others."""
-        if self.config.batch_invariant:
-            return NEVER
-        return min(most, max(1, self.config.call_bytes // bytes_per_cell))
+        """As the function ``worth``."""
+        return worth(self.config, bytes_per_cell, most)
 
     def segments(self, worth: int) -> list[Segment]:
         """What the queries read; runs and shared ranges of fewer than ``worth`` cells are not segments of

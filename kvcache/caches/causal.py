@@ -24,14 +24,14 @@ from threading import get_ident
 import numpy as np
 
 import ml
-from kvcache.attention.attend import Kernels, attend, check_select
+from kvcache.attention.attend import KERNEL_WORTH, Kernels, attend, check_select
 from kvcache.attention.batch import SequenceTokens, check_modes, check_query, split_batch
 from kvcache.attention.fixed_shapes import FixedPass, GraphRows
 from kvcache.attention.forward_pass import ForwardPass, place, put_layer, put_stored_layer
 from kvcache.attention.history import History, LowerBound, kept_entries
 from kvcache.attention.layer_cells import LayerCells
 from kvcache.attention.pass_reads import PassReads
-from kvcache.attention.plan import ReadPlan, Reads, Uploads
+from kvcache.attention.plan import NEVER, ReadPlan, Reads, Uploads, worth
 from kvcache.attention.step_reads import StepReads, step_reads
 from kvcache.cache import (
     Batch,
@@ -683,8 +683,9 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         table, buffers = self.storage.table, next(iter(self._buffers.values()), None)
         if buffers is None or not any(table.occupied()):
             return None
-        worth = max(1, self.config.call_bytes // buffers.bytes_per_cell)
-        return step_reads(table, self.config, self.lower_bound(), worth)
+        most = KERNEL_WORTH if nn.offers(self.backend, ml.SupportsRaggedAttention) else NEVER
+        least = worth(self.config, buffers.bytes_per_cell, most)
+        return step_reads(table, self.config, self.lower_bound(), least)
 
     @property
     def storage(self) -> CellStorage:

@@ -76,7 +76,7 @@ def conformance(
         typer.Option("-k", "--keyword", help="Select tests, as with pytest's -k.", show_default="all"),
     ] = None,
     brief: Annotated[
-        bool, typer.Option("--quick", help="Run only the part that takes about a minute.")
+        bool, typer.Option("--quick", help="Run only the most telling tests, in seconds.")
     ] = False,
     first: Annotated[bool, typer.Option("--exitfirst", "-x", help="Stop at the first failure.")] = False,
     time_limit: Annotated[

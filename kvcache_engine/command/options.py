@@ -191,7 +191,8 @@ class Place:
         if self.backend not in ("numpy", chosen_runtime.backend):
             raise RequestError(
                 f"--backend {self.backend}: {chosen_runtime.value} runs on "
-                f"{chosen_runtime.backend}; omit --backend, or choose a model that --runtime own supports"
+                f"{chosen_runtime.backend}; omit --backend and unset ML_BACKEND, or choose a model that "
+                "--runtime own supports"
             )
         if self.devices is not None:
             raise RequestError(

@@ -122,6 +122,14 @@ def test_kvcache_says_which_ml_hides_ours(project: Project, which: str, code: st
     assert "rename that of the project, or run where it is not on sys.path" in error
 
 
+@pytest.mark.parametrize("which", [name for name in THEIRS if name.startswith(("ml", "kvcache"))])
+def test_the_command_says_what_hides_a_package(project: Project, which: str) -> None:
+    folder = project(which)
+    done = run(folder, "-c", "import kvcache_engine.command.main")
+    where = folder / THEIRS[which].split("/")[0]
+    assert f"ImportError: kvcache_engine: Python finds {where.stem!r} at {where}, which hides" in done.stderr
+
+
 EVERY_WAY = """
 import ml
 for row in ml.available_backends():
