@@ -13,6 +13,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, Protocol
 
+from kvcache_engine.errors import RequestError
 from kvcache_engine.requests import Event, Finished, Token
 from kvcache_engine.scheduler import Failed, Request
 
@@ -108,6 +109,10 @@ class Streams:
                     self._engine.take_events()  # earlier events
                 for one in [*self._running]:
                     self._fail(one, error)
+            for one in [*self._running]:
+                request = one.request
+                if request is not None and request.done and not (request.answer or request.error):
+                    self._fail(one, RequestError("stream: the request was cancelled meanwhile"))
 
     def _attempt(self, one: _Stream, begin: Callable[[], None]) -> None:
         try:

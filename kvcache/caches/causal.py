@@ -784,6 +784,7 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
 
     # Closing.
 
+    @one_call
     def close(self) -> None:
         """Release all tensors and metadata. ``init`` can bind the cache again.
 

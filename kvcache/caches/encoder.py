@@ -149,6 +149,7 @@ class EncoderCache(BoundCache[_Pass, EncoderSnapshot]):
 
         return commit
 
+    @one_call
     def close(self) -> None:
         self._reset()
         self._backend = None

@@ -158,6 +158,7 @@ class StateCache(BoundCache[StatePass, StateSnapshot], ManagedSnapshots[StateSna
 
         return commit
 
+    @one_call
     def close(self) -> None:
         """As CausalCache.close: states that snapshots still share are copied out first."""
         self.snapshots.close()

@@ -142,6 +142,7 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
         return commit
 
+    @one_call
     def close(self) -> None:
         for cache in self.caches:
             cache.close()

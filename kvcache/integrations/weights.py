@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvcache.stores import compose
 
@@ -33,6 +33,10 @@ class WatchedWeights:
         if self._marks is not None and marks != self._marks:
             self.version = secrets.token_hex(16)
         self._marks = marks
+
+    def forget(self, adapters: Collection[str]) -> None:
+        """Forget all other adapters."""
+        self._digests = {name: known for name, known in self._digests.items() if name in adapters}
 
     def digest(self, adapter: str, marks: Marks, content: Callable[[], Iterable[tuple[str, bytes]]]) -> str:
         """The digest of an adapter's tensors; ``content`` is a description and the bytes of each."""

@@ -107,6 +107,18 @@ def test_who_goes_away_cancels(engine: Engine) -> None:
     assert engine.statistics.generated_tokens < 400
 
 
+def test_a_request_that_the_engine_cancels_ends_its_stream_with_an_error(engine: Engine) -> None:
+    async def run() -> None:
+        async for _ in engine.stream(PROMPTS[0], LONG):
+            with engine.lock:
+                for request in [*engine.running]:
+                    assert engine.cancel(request)
+
+    with pytest.raises(RequestError, match="stream: the request was cancelled meanwhile"):
+        asyncio.run(asyncio.wait_for(run(), 60))
+    idle(engine)
+
+
 def test_the_last_item_may_be_the_whole_answer(engine: Engine) -> None:
     (expected,) = engine.complete(PROMPTS[:1], SETTINGS)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -31,6 +33,9 @@ class Adapters:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._weights = WatchedWeights()
+        self._numbers: dict[int, tuple[weakref.ref[mx.array], int]] = {}
+        """By ``id``, an array and its number, which no other gets when it has gone."""
+        self._next = itertools.count()
         self._look()
 
     def variant(self) -> Part:
@@ -41,7 +46,7 @@ class Adapters:
         return (
             self._weights.version,
             scales,
-            self._weights.digest("", _marks(own), lambda: map(_content, own)),
+            self._weights.digest("", self._marks(own), lambda: map(_content, own)),
         )
 
     def _look(self) -> tuple[list[Part], list[Named]]:
@@ -49,6 +54,7 @@ class Adapters:
         if not hasattr(self._model, "named_modules"):
             return [], []
         named = [*_arrays_of(self._model)]
+        self._number([array for _, array in named])
         layers: dict[str, Any] = {}
         if any(name.endswith("lora_a") for name, _ in named):  # it takes as long as all the rest
             layers = {name: part for name, part in self._model.named_modules() if hasattr(part, "lora_a")}
@@ -60,9 +66,23 @@ class Adapters:
                 own.append((name, array))
             else:
                 base.append((_unwrapped(name), array))
-        self._weights.look(_marks(sorted(base, key=lambda named: named[0])))
+        self._weights.look(self._marks(sorted(base, key=lambda named: named[0])))
         scales: list[Part] = [(name, float(getattr(part, "scale", 1.0))) for name, part in layers.items()]
         return sorted(scales, key=str), sorted(own, key=lambda named: named[0])
+
+    def _number(self, arrays: Sequence[mx.array]) -> None:
+        before, self._numbers = self._numbers, {}
+        for array in arrays:
+            known = before.get(id(array))
+            if known is None or known[0]() is not array:
+                known = weakref.ref(array), next(self._next)
+            self._numbers[id(array)] = known
+
+    def _marks(self, arrays: Sequence[Named]) -> Marks:
+        """For each array its number, and a few elements of all."""
+        few = _few([array for _, array in arrays])
+        numbers = self._numbers
+        return [*((name, array.shape, array.dtype, numbers[id(array)][1]) for name, array in arrays), (few,)]
 
 
 def _arrays_of(part: Any, prefix: str = "") -> Iterator[Named]:
@@ -81,12 +101,6 @@ def _arrays_of(part: Any, prefix: str = "") -> Iterator[Named]:
 @functools.lru_cache(maxsize=4096)
 def _unwrapped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPED)
-
-
-def _marks(arrays: Sequence[Named]) -> Marks:
-    """For each array its object, and a few elements of all."""
-    few = _few([array for _, array in arrays])
-    return [*((name, array.shape, array.dtype, id(array)) for name, array in arrays), (few,)]
 
 
 def _few(arrays: Sequence[mx.array]) -> bytes:

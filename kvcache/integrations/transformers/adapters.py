@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import logging
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from kvcache.integrations.weights import SAMPLES, Marks, WatchedWeights
 from kvcache.stores import Part
 
 __all__ = ["Adapters"]
+
+log = logging.getLogger("kvcache.transformers")
 
 Named = tuple[str, torch.Tensor]
 _TUNERS = {
@@ -45,13 +49,16 @@ class Adapters:
         NotSupportedError for adapters whose keys and values cannot be shared.
         """
         modules = _modules_of(self._model)
-        if not getattr(self._model, "peft_config", None):  # most models, at each request
+        owners = [part for _, part in modules if _has_adapters(part)]
+        configs = {name: config for part in owners for name, config in part.peft_config.items()}
+        self._forget(configs)
+        if not configs:  # most models, at each request
             self._weights.look(self._marks("", [*_tensors_of(modules, False)]))
             return self._weights.version
         layers = _layers_of(modules)
         active = [_computing(layer) for layer in layers]
-        own = self._look(modules, layers)
-        _check(self._model, layers, active)
+        own = self._look(modules, layers, configs)
+        _check(owners, configs, layers, active)
         digests = {name: self._digest(name, own) for name in {name for each in active for name, _ in each}}
         parts: list[Part] = [[(digests[name], scale) for name, scale in each] for each in active]
         if not any(active):
@@ -65,15 +72,24 @@ class Adapters:
         except NotSupportedError:
             return False
 
-    def _look(self, modules: Sequence[tuple[str, Any]], layers: Sequence[Any]) -> dict[str, list[Named]]:
+    def _forget(self, names: Collection[str]) -> None:
+        """Forget the adapters of other names, whose memory the samples keep."""
+        for name in [name for name in self._samples if name and name not in names]:
+            del self._samples[name]
+        self._weights.forget(names)
+
+    def _look(
+        self, modules: Sequence[tuple[str, Any]], layers: Sequence[Any], names: Collection[str]
+    ) -> dict[str, list[Named]]:
         """Inspect the weights; returns the tensors of each adapter."""
-        own: dict[str, list[Named]] = {name: [] for name in self._model.peft_config}
+        own: dict[str, list[Named]] = {name: [] for name in names}
         base: list[Named] = []
+        by_adapter = {prefix for prefix, part in modules if _is_by_adapter(part, own)}
         for name, tensor in _tensors_of(modules, True):
             path = name.split(".")
-            adapter = next((part for part in path if part in own), None)
-            if adapter is not None:
-                own[adapter].append((".".join("" if part == adapter else part for part in path), tensor))
+            at = next((i for i in range(len(path)) if ".".join((*path[:i], "")) in by_adapter), None)
+            if at is not None:
+                own[path[at]].append((".".join((*path[:at], "", *path[at + 1 :])), tensor))
             elif isinstance(tensor, torch.nn.Parameter):
                 base.append((name, tensor))
         # Merging an adapter and unmerging it both change the weights, with rounding: other writes in between
@@ -97,37 +113,63 @@ class Samples:
         self._objects: Marks = ()
         self._named: Marks = ()
         self._views: list[list[torch.Tensor]] = []
+        self._unread: list[torch.Tensor] = []
+        """Tensors without views, which are kept instead, so that no other gets the ``id`` of one."""
 
     def marks(self, tensors: Sequence[Named]) -> Marks:
         """For each tensor its name, address, version and sampled elements, which are read together for each
         dtype. By the names that they have without adapters.
         """
-        objects = [_object(tensor) for _, tensor in tensors]
+        parts = [part for named in tensors for part in _parts_of(*named)]
+        objects = [_object(tensor) for _, tensor in parts]
         if objects != self._objects:
-            order = sorted((_unwrapped(name), i) for i, (name, _) in enumerate(tensors))
+            order = sorted((_unwrapped(name), i) for i, (name, _) in enumerate(parts))
             views: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-            for _, i in order:
-                tensor = tensors[i][1]
-                if tensor.numel() and not tensor.is_meta:
-                    views.setdefault((tensor.device, tensor.dtype), []).append(_few(tensor.detach()))
+            self._unread = []
+            for name, i in order:
+                tensor = parts[i][1]
+                try:
+                    if not tensor.is_meta and tensor.numel():
+                        views.setdefault((tensor.device, tensor.dtype), []).append(_few(tensor.detach()))
+                except Exception as error:  # sparse or uninitialized, for example
+                    self._unread.append(tensor)
+                    log.info("%s: writes through .data are not detected: %s", name, error)
             self._named = [(name, *objects[i]) for name, i in order]
             self._objects, self._views = objects, [*views.values()]
         return [*self._named, *((_bytes(torch.cat(group)),) for group in self._views)]
 
 
+def _parts_of(name: str, tensor: torch.Tensor) -> Iterator[Named]:
+    """The tensor, or those inside it if it only wraps them, as quantized weights do."""
+    if type(tensor) in (torch.nn.Parameter, torch.Tensor) or not hasattr(tensor, "__tensor_flatten__"):
+        yield name, tensor
+        return
+    for part in tensor.__tensor_flatten__()[0]:
+        yield from _parts_of(f"{name}.{part}", getattr(tensor, part))
+
+
 def _few(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of a few elements (count,), evenly spaced in memory, or along an axis if others lie between."""
+    """A view of a few elements (count,), evenly spaced in memory, or along an axis if others lie between.
+    They are in different rows and columns.
+    """
     dense = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
     if not dense.is_contiguous():
         longest = max(range(tensor.ndim), key=tensor.size)
         dense = tensor[tuple(slice(None) if i == longest else n // 2 for i, n in enumerate(tensor.shape))]
-    return dense.view(-1)[:: -(-dense.numel() // SAMPLES)]
+    step = max(1, dense.numel() // SAMPLES)
+    while any(math.gcd(step, size) > 1 for size in dense.shape):
+        step -= 1
+    return dense.view(-1)[::step]
 
 
 def _object(tensor: torch.Tensor) -> tuple[object, ...]:
     if tensor.is_meta:  # offloaded by accelerate, which loads a new object for each pass
         return tensor.shape, tensor.dtype
-    return id(tensor), tensor.data_ptr(), None if tensor.is_inference() else tensor._version
+    try:
+        place = tensor.data_ptr()
+    except Exception:  # it has no memory of its own
+        place = 0
+    return id(tensor), place, None if tensor.is_inference() else tensor._version
 
 
 def _unwrapped(name: str) -> str:
@@ -144,6 +186,17 @@ def _modules_of(model: Any) -> list[tuple[str, Any]]:
                 seen.add(id(child))
                 modules.append((f"{name}{key}.", child))
     return modules
+
+
+def _has_adapters(part: Any) -> bool:
+    """Whether adapters were put into this module, which may be a part of the model."""
+    return "peft_config" in part.__dict__ or hasattr(type(part), "peft_config")
+
+
+def _is_by_adapter(part: Any, names: Collection[str]) -> bool:
+    """Whether a module is a dict of a layer's tensors or modules by adapter."""
+    keys: set[str] = {*part.keys()} if type(part).__name__.endswith("Dict") else set()
+    return bool(keys) and keys.issubset(names)
 
 
 def _layers_of(modules: Sequence[tuple[str, Any]]) -> list[Any]:
@@ -168,13 +221,19 @@ def _computing(layer: Any) -> list[tuple[str, float | None]]:
     return [(name, None if scale is None else float(scale)) for name, scale in scales.items()]
 
 
-def _check(model: Any, layers: Sequence[Any], active: Sequence[Sequence[tuple[str, Any]]]) -> None:
+def _check(
+    owners: Sequence[Any],
+    configs: Mapping[str, Any],
+    layers: Sequence[Any],
+    active: Sequence[Sequence[tuple[str, Any]]],
+) -> None:
     """Refuse adapters whose keys and values depend on more than earlier tokens, or cannot be identified."""
-    configs = [model.peft_config.get(name) for name in {name for each in active for name, _ in each}]
-    own: Any = getattr(model, "active_peft_config", None)
-    if own is not None and (any(active) or not layers or own.is_prompt_learning):
-        configs.append(own)
-    for config in configs:
+    checked = [configs.get(name) for name in {name for each in active for name, _ in each}]
+    for owner in owners:
+        own: Any = getattr(owner, "active_peft_config", None)
+        if own is not None and (any(active) or not layers or own.is_prompt_learning):
+            checked.append(own)
+    for config in checked:
         if config is not None:
             _check_adapter(config)
 

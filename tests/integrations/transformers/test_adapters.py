@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -289,6 +291,125 @@ def test_a_model_without_adapters_has_another_variant_after_each_change_only(
     assert model.variant() == model.variant() is None
     change(made, tmp_path)
     assert model.variant() == model.variant() is not None
+
+
+def test_weights_of_one_content_in_their_first_row_are_told_apart() -> None:
+    """97 rows of 32: a sixteenth of all elements is a multiple of the rows."""
+    made = llama(2)
+    weight = made.model.embed_tokens.weight
+    for order in ORDERS:
+        weight.data = ORDERS[order](weight.data)
+        model = TransformersModel(made)
+        other = weight.data + 1
+        other[0], other[:, 0] = weight.data[0], weight.data[:, 0]
+        weight.data.copy_(other)
+        assert model.variant() is not None, order
+
+
+NAMES = {"numbers of layers": ("0", "1"), "a part of the model": ("mlp", "model"), "weights": ("weight", "h")}
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_adapters_may_have_the_names_of_parts_of_the_model(names: str) -> None:
+    first, second = NAMES[names]
+    made, ids = adapted(first, second), hf.tokens(1, 14)
+    layer = made.base_model.model.model.layers[0]
+    changes: list[Callable[[], Any]] = [
+        lambda: made.set_adapter(second),
+        lambda: layer.self_attn.v_proj.lora_A[second].weight.data.mul_(-3),
+        lambda: layer.self_attn.k_proj.weight.data.mul_(-3),
+        lambda: layer.mlp.up_proj.weight.data.mul_(-9),
+    ]
+    with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix:
+        for change in changes:
+            for reused in (0, 13):
+                before = prefix.stats.reused
+                assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
+                assert prefix.stats.reused - before == reused
+            change()
+
+
+def test_adapters_in_a_part_of_the_model_are_noticed() -> None:
+    made, ids = llama(2), hf.tokens(1, 14)
+    peft.inject_adapter_in_model(lora(), made.model, adapter_name="one")
+    layers = [part for part in made.modules() if hasattr(part, "lora_A")]
+    changes: list[Callable[[Any], Any]] = [
+        lambda layer: layer.scale_layer(0.25), lambda layer: layer.enable_adapters(False),
+    ]  # fmt: skip
+    with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix:
+        for change in (lambda layer: None, *changes):
+            for layer in layers:
+                change(layer)
+            for reused in (0, 13):
+                before = prefix.stats.reused
+                assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
+                assert prefix.stats.reused - before == reused
+
+
+def test_the_memory_of_adapters_that_were_deleted_is_freed() -> None:
+    made = adapted("one", "two")
+    made.set_adapter("two")
+    model = TransformersModel(made.base_model.model)
+    tensors_of_two = [tensor for name, tensor in made.named_parameters() if ".two." in name]
+    kept = weakref.ref(tensors_of_two[0].untyped_storage())
+    assert model.variant() is not None
+    made.set_adapter("one")
+    made.delete_adapter("two")
+    del tensors_of_two
+    assert model.variant() is not None
+    gc.collect()
+    assert kept() is None
+
+
+class Wrapper(torch.Tensor):
+    """A weight that wraps another tensor, as quantized ones do, and gives no access to its memory."""
+
+    _inner: torch.Tensor
+
+    @staticmethod
+    def of(inner: torch.Tensor) -> Wrapper:
+        made = torch.Tensor._make_wrapper_subclass(Wrapper, inner.shape, dtype=inner.dtype)
+        made._inner = inner
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls.of(arguments[0]._inner)
+        if function in (torch.ops.aten.permute.default, torch.ops.aten.view.default):
+            raise NotImplementedError(function)
+        values = [one._inner if isinstance(one, Wrapper) else one for one in arguments]
+        return function(*values, **(named or {}))
+
+
+def test_weights_that_wrap_others_are_watched_inside() -> None:
+    made, ids = llama(2), hf.tokens(1, 14)
+    projection = made.model.layers[0].self_attn.k_proj
+    projection.weight = torch.nn.Parameter(Wrapper.of(projection.weight.detach().clone()), False)
+    with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix:
+        for reused in (0, 13):
+            assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
+            assert prefix.stats.reused == reused
+        projection.weight._inner.mul_(-1)
+        assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
+        assert prefix.stats.reused == 13
+
+
+def test_sparse_weights_are_watched_by_their_versions() -> None:
+    made, ids = llama(2), hf.tokens(1, 14)
+    projection = made.model.layers[0].mlp.up_proj
+    projection.weight = torch.nn.Parameter(projection.weight.detach().to_sparse_csr(), False)
+    with HFPrefixCache(made, max_sequences=2, capacity=64) as prefix:
+        for reused in (0, 13):
+            assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
+            assert prefix.stats.reused == reused
+        weight = projection.weight.detach()
+        projection.weight = torch.nn.Parameter(-weight, False)
+        assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
+        assert prefix.stats.reused == 13
 
 
 def test_adapters_that_come_and_go_leave_the_variant_of_the_model_as_it_was() -> None:
