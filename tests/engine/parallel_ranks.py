@@ -203,7 +203,7 @@ def stored(rank: Rank) -> None:
             assert answer.reused == len(turn) - 2, f"{answer.reused} of {len(turn)} reused"
             assert engine.prefix.stats.store == answer.reused
         # As the neighbour, or as a rank of another number of them, nothing of it is found.
-        for name in (f"{(rank.rank + 1) % rank.size}/{rank.size * 2}", f"{rank.rank}/{rank.size * 2}"):
+        for name in (f"{(rank.rank + 1) % rank.size}/{rank.size * 2}", f"{rank.rank}/{rank.size * 3}"):
             other = {**identity, "tensor_parallel": name}
             with FileStore(folder) as store, Engine(model, None, options, [store], other) as engine:
                 assert engine.complete([turn], GenerationOptions(max_new_tokens=1))[0].reused == 0

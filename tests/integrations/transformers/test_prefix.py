@@ -365,7 +365,7 @@ def test_a_first_pass_that_fails_between_two_layers_leaves_what_is_stored_in_use
         with hf.failing(made.model.layers[1]):
             prefix.generate(hf.tokens(1, 12, seed=1), **OPTIONS)
         assert torch.equal(prefix.generate(ids, **OPTIONS), plain(made, ids))
-        assert prefix.stats.reused == 16
+        assert prefix.stats.reused == 19
 
 
 @pytest.mark.parametrize("how", ["pass", "prefill", "prefill again", "open"])
