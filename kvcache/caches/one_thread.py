@@ -9,15 +9,16 @@ time: one that arrives while another thread is in one raises OrderError instead 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from threading import get_ident
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from kvcache.cache import OrderError
 
-__all__ = ["PassOfThread", "busy", "elsewhere", "is_foreign", "joined", "one_call", "one_thread"]
+__all__ = ["PassOfThread", "alone", "busy", "elsewhere", "is_foreign", "joined", "one_call", "one_thread"]
 
 R = TypeVar("R")
 A = ParamSpec("A")
@@ -74,12 +75,23 @@ def busy(op: str) -> OrderError:
     )
 
 
+@contextlib.contextmanager
+def alone(op: str, caches: Iterable[Any]) -> Iterator[None]:
+    """A context in which no other thread is in a call of these caches; OrderError if one is."""
+    with contextlib.ExitStack() as held:
+        for calls in (cache._calls for cache in caches if hasattr(cache, "_calls")):  # others see to it
+            if not calls.acquire(False):
+                raise busy(op)
+            held.callback(calls.release)
+        yield
+
+
 def one_call(call: Callable[Concatenate[C, A], R]) -> Callable[Concatenate[C, A], R]:
     """Decorates a cache's call that plans or changes something: OrderError while another thread is in one."""
     op = call.__name__.strip("_")
 
     @functools.wraps(call)
-    def alone(self: C, /, *args: A.args, **options: A.kwargs) -> R:
+    def one(self: C, /, *args: A.args, **options: A.kwargs) -> R:
         if not self._calls.acquire(False):
             raise busy(op)
         try:
@@ -87,7 +99,7 @@ def one_call(call: Callable[Concatenate[C, A], R]) -> Callable[Concatenate[C, A]
         finally:
             self._calls.release()
 
-    return alone
+    return one
 
 
 def one_thread(call: Callable[Concatenate[C, A], R]) -> Callable[Concatenate[C, A], R]:

@@ -40,7 +40,7 @@ from kvcache.cache import (
 from kvcache.caches.base import PreparedCalls
 from kvcache.caches.causal import CausalCache
 from kvcache.caches.encoder import EncoderCache
-from kvcache.caches.one_thread import joined, one_call, one_thread
+from kvcache.caches.one_thread import alone, joined, one_call, one_thread
 from kvcache.caches.sequences import drop_middle
 from kvcache.caches.states import StateCache
 from kvcache.snapshots.snapshot import WrapperSnapshot, check_following, check_inside, check_kind, replaces
@@ -144,8 +144,9 @@ class WrapperCache(PreparedCalls[WrapperSnapshot]):
 
     @one_call
     def close(self) -> None:
-        for cache in self.caches:
-            cache.close()
+        with alone("close", self.caches):  # all or none
+            for cache in self.caches:
+                cache.close()
         self._thread = None
 
     @one_call

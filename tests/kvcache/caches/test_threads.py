@@ -307,6 +307,26 @@ def test_one_thread_at_a_time_is_in_a_call(backend: ml.Backend, ctx: ml.Context,
     assert len(refused) == 5
 
 
+def test_a_wrapper_closes_all_of_its_caches_or_none(backend: ml.Backend, ctx: ml.Context, other: Any) -> None:
+    caches = CausalCache(), CausalCache()
+    wrapper = bound(WrapperCache(*caches), backend, 2, 2, 2)
+    evaluate(caches[1], ctx, range(2))
+    kept = caches[1].snapshot(0)
+    caches[1].remove(0, 0)
+    evaluate(caches[1], ctx, range(2), 1)
+
+    def pressed(cells: int) -> bool:
+        with pytest.raises(OrderError, match="close: another thread is in a call"):
+            other(wrapper.close)
+        kept.detach()
+        return True
+
+    caches[1].on_pressure = pressed
+    caches[1].start_forward(ctx, Batch([0], [0]))
+    caches[0].start_forward(ctx, Batch([0], [0]))  # still open
+    wrapper.close()
+
+
 # A layer that is put again.
 
 
