@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,6 +23,10 @@ _ADAPTER = {"lora_a", "lora_b", "m"}
 """The attributes of mlx-lm's adapter layers that hold their own weights."""
 _WRAPPED = {"linear", "embedding"}
 """The attributes that hold the wrapped layer."""
+WHOLE = 256
+"""The most elements of an array that is compared whole, whichever object it is: Gemma 3n replaces some by
+equal ones in each pass.
+"""
 
 
 class Adapters:
@@ -73,6 +78,8 @@ class Adapters:
     def _number(self, arrays: Sequence[mx.array]) -> None:
         before, self._numbers = self._numbers, {}
         for array in arrays:
+            if array.size <= WHOLE:
+                continue
             known = before.get(id(array))
             if known is None or known[0]() is not array:
                 known = weakref.ref(array), next(self._next)
@@ -80,9 +87,12 @@ class Adapters:
 
     def _marks(self, arrays: Sequence[Named]) -> Marks:
         """For each array its number, and a few elements of all."""
-        few = _few([array for _, array in arrays])
-        numbers = self._numbers
-        return [*((name, array.shape, array.dtype, numbers[id(array)][1]) for name, array in arrays), (few,)]
+        numbers, few = self._numbers, _few([array for _, array in arrays])
+        ids = [(name, array, numbers.get(id(array))) for name, array in arrays]
+        return [
+            *((name, array.shape, array.dtype, None if one is None else one[1]) for name, array, one in ids),
+            (few,),
+        ]
 
 
 def _arrays_of(part: Any, prefix: str = "") -> Iterator[Named]:
@@ -104,7 +114,9 @@ def _unwrapped(name: str) -> str:
 
 
 def _few(arrays: Sequence[mx.array]) -> bytes:
-    """A few elements of each array, evenly spaced along each axis, since ``reshape`` may copy all of it."""
+    """A few elements of each array, evenly spaced along each axis, since ``reshape`` may copy all of it; of
+    small ones all.
+    """
     few = [(array, _spaced(array.shape)) for array in arrays if array.size]
     if _host_reads():
         plain: Any = [array.view(mx.uint16) if array.dtype == mx.bfloat16 else array for array, _ in few]
@@ -125,6 +137,8 @@ def _host_reads() -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _spaced(shape: tuple[int, ...]) -> tuple[slice, ...]:
+    if math.prod(shape) <= WHOLE:
+        return (slice(None),) * len(shape)
     most = round(SAMPLES ** (1 / max(1, len(shape))))
     return tuple(slice(None, None, -(-size // most)) for size in shape)
 
