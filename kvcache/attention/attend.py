@@ -26,7 +26,7 @@ import numpy as np
 import ml
 from kvcache.attention.batch import check_tensors
 from kvcache.attention.calls import BLOCK_CALLS
-from kvcache.attention.plan import ReadPlan
+from kvcache.attention.plan import ReadPlan, worth
 from kvcache.cache import InvalidRangeError
 from kvcache.storage.device_copies import device_of
 from kvcache.storage.layer_buffers import LayerBuffers
@@ -82,7 +82,7 @@ def attend(
         block = BLOCK_CALLS * plan.config.call_bytes
         levels: Levels
         if select is None:
-            levels = plan.calls(ctx, plan.worth(stored.bytes_per_cell))
+            levels = plan.calls(ctx, worth(plan.config, stored.bytes_per_cell))
         else:
             levels = _selected(ctx, plan, stored, select)
         result = kernels.attend_calls(ctx, levels, stored, query, scale, sinks)
@@ -160,7 +160,7 @@ class Kernels:
         if not nn.offers(backend, ml.SupportsRaggedAttention):
             self._declined[asked] = 0
             return None
-        lowered = plan.kernel(plan.worth(buffers.bytes_per_cell, KERNEL_WORTH))
+        lowered = plan.kernel(worth(plan.config, buffers.bytes_per_cell, KERNEL_WORTH))
         if len(lowered.segments) >= declined:
             return None
         result: ml.Tensor | None

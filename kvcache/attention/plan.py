@@ -269,10 +269,6 @@ class ReadPlan:
 
     # Segments, for a kernel and for calls.
 
-    def worth(self, bytes_per_cell: int, most: int = NEVER) -> int:
-        """As the function ``worth``."""
-        return worth(self.config, bytes_per_cell, most)
-
     def segments(self, worth: int) -> list[Segment]:
         """What the queries read; runs and shared ranges of fewer than ``worth`` cells are not segments of
         their own.

@@ -190,7 +190,7 @@ def _modules_of(model: Any) -> list[tuple[str, Any]]:
 
 def _has_adapters(part: Any) -> bool:
     """Whether adapters were put into this module, which may be a part of the model."""
-    return "peft_config" in part.__dict__ or hasattr(type(part), "peft_config")
+    return isinstance(part.__dict__.get("peft_config"), dict) or hasattr(type(part), "peft_config")
 
 
 def _is_by_adapter(part: Any, names: Collection[str]) -> bool:
