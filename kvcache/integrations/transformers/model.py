@@ -98,7 +98,7 @@ class TransformersModel(DrivenModel):
         )
         if report["missing_keys"] or report["mismatched_keys"]:
             loaded.doubt = "transformers has initialized weights that its files lack"
-        _column_major(made.to(backend.devices[0].name))
+        _for_serving(made.to(backend.devices[0].name))
         model = cls(made.eval(), backend)
         model._folder = loaded
         return model
@@ -255,19 +255,22 @@ class TransformersModel(DrivenModel):
         )
 
 
-def _column_major(model: Any) -> None:
-    """Store the F32 weights (outputs, inputs) of linear layers column-major where MKL is faster with them:
-    if there are more outputs than inputs. On an AMD EPYC it multiplies one row by these in 0.6 to 0.9 of the
-    time, 128 rows in 0.9 to 1.0. All other weights are copied too, so that no file stays mapped beside them.
+def _for_serving(model: Any) -> None:
+    """Copy the F32 weights of a CPU to one array of NumPy, which on Linux has huge pages: MKL multiplies one
+    row by them in 0.85 of the time on an AMD EPYC. Linear layers with more outputs than inputs are stored
+    column-major, which takes 0.5 to 0.9 for one row, 0.9 to 1.15 for 8 and 0.9 to 1.0 for 128.
     """
     if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
         return
     linear = [part.weight for part in model.modules() if isinstance(part, torch.nn.Linear)]
     turned = {id(weight) for weight in linear if weight.shape[0] > weight.shape[1]}
-    for weight in model.parameters():
-        if weight.device.type == "cpu" and weight.dtype == torch.float32:
-            data = weight.data
-            weight.data = data.t().contiguous().t() if id(weight) in turned else data.clone()
+    weights = [x for x in model.parameters() if x.device.type == "cpu" and x.dtype == torch.float32]
+    starts = list(itertools.accumulate((-(-x.numel() // 16) * 16 for x in weights), initial=0))
+    whole = torch.from_numpy(np.empty(starts[-1], np.float32))
+    for weight, start in zip(weights, starts, strict=False):
+        data = weight.data.t() if id(weight) in turned else weight.data
+        copy = whole[start : start + data.numel()].view(data.shape).copy_(data)
+        weight.data = copy.t() if id(weight) in turned else copy
 
 
 def _plan_of(model: Any) -> Plan:

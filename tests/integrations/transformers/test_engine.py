@@ -101,6 +101,7 @@ def test_a_loaded_model_keeps_its_weights_in_the_order_that_is_read_faster(tmp_p
     assert head is loaded.get_input_embeddings().weight
     if torch.backends.mkl.is_available():
         assert [x.t().is_contiguous() for x in (head, mlp.up_proj.weight, mlp.down_proj.weight)] == [1, 1, 0]
+        assert len({weight.untyped_storage().data_ptr() for weight in loaded.parameters()}) == 1  # huge pages
     assert all(weight.is_contiguous() for weight in narrow.parameters())
     for name, weight in made.named_parameters():
         assert torch.equal(weight, loaded.get_parameter(name))
