@@ -321,12 +321,14 @@ class TorchContext(PlacedContext):
         return TorchTensor.own(self, array, dtype)
 
     def _empty(self, shape: Shape, dtype: DType) -> TorchTensor:
-        return self._allocate(torch.empty, shape, dtype=dtype)
+        large = self.torch_device.type == "cpu" and math.prod(shape) * dtype.itemsize >= LARGE_BYTES
+        return self._allocate(self._large if large else torch.empty, shape, dtype=dtype)
 
     def _full(self, shape: Shape, value: float, dtype: DType) -> TorchTensor:
         if value == 0 and math.copysign(1.0, value) > 0:
-            large = self.torch_device.type == "cpu" and math.prod(shape) * dtype.itemsize >= LARGE_BYTES
-            return self._allocate(self._large_zeros if large else torch.zeros, shape, dtype=dtype)
+            tensor = self._empty(shape, dtype)
+            tensor.native.zero_()
+            return tensor
         return self._allocate(torch.full, shape, value, dtype=dtype)
 
     def _arange(self, start: float, step: float, count: int, dtype: DType) -> BaseTensor:
@@ -336,11 +338,11 @@ class TorchContext(PlacedContext):
         return self._allocate(self._integers, (count,), start, step, dtype=dtype)
 
     @staticmethod
-    def _large_zeros(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def _large(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
         host = torch.from_numpy(np.empty(nbytes + CACHE_LINE, np.uint8))
         begin = -host.data_ptr() % CACHE_LINE
-        return host[begin : begin + nbytes].zero_().view(dtype).view(shape)
+        return host[begin : begin + nbytes].view(dtype).view(shape)
 
     @staticmethod
     def _integers(shape: Shape, start: int, step: int, **options: Any) -> torch.Tensor:
