@@ -16,6 +16,7 @@ from backends import cpu_attention
 from backends.cpu_attention import BITS, Array, Repeated, Stored, address
 from backends.cpu_store import Codes, CodesStore, floats
 from backends.cpu_store import encoded as compiled
+from backends.host_memory import aligned
 from backends.numpy.erf import erf
 from backends.numpy.formats import decoded, encoded
 from backends.numpy.store import NumpyKVStore
@@ -30,10 +31,6 @@ from ml.nn.grouped import runs
 from ml.ragged import RaggedPlan
 from ml.strided import Shape, contiguous_strides, extent, overlaps_itself
 
-ALIGNMENT = 64
-"""Bytes: a cache line. Reading a file into memory aligned to a line takes two thirds of the time for other
-memory (NumPy allocates 16 bytes after one).
-"""
 ALIGNED = 1 << 16
 """Bytes; smaller allocations are not aligned."""
 
@@ -244,13 +241,6 @@ def _codes(parts: Sequence[NumpyTensor], name: str) -> Codes | None:
     return Codes.of([part.native for part in parts], name)
 
 
-def _aligned(make: Callable[..., Any], nbytes: int) -> np.ndarray:
-    """Memory aligned to a cache line."""
-    raw: np.ndarray = make(nbytes + ALIGNMENT, np.uint8)
-    start = -raw.__array_interface__["data"][0] % ALIGNMENT
-    return raw[start : start + nbytes]
-
-
 def _quiet(name: str) -> Callable[..., Any]:
     """The inherited method without NumPy's warnings (inf and NaN are values), with memory errors
     translated.
@@ -290,7 +280,7 @@ class NumpyContext(BaseContext):
         size = math.prod(shape)
         nbytes = size * dtype.itemsize
         try:
-            raw = make(nbytes, np.uint8) if nbytes < ALIGNED else _aligned(make, nbytes)
+            raw = make(nbytes, np.uint8) if nbytes < ALIGNED else aligned(nbytes, make)
         except (MemoryError, ValueError) as error:  # NumPy raises ValueError for more than it can index
             raise DeviceError(f"allocate: {nbytes} bytes for {tuple(shape)} of {dtype!r}: {error}") from error
         storage = Storage(self.backend, raw, size, nbytes)

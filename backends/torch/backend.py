@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from backends.cpu_store import CodesStore
+from backends.host_memory import HUGE_PAGE, aligned
 from backends.placement import GPU_CALL_BYTES, PlacedBackend, PlacedContext
 from backends.torch.attention import attend
 from backends.torch.convert import FROM_TORCH, TO_TORCH, fill_from_host, pack, takes, translated
@@ -34,10 +35,6 @@ from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError, GroupError
 from ml.ragged import RaggedPlan
 from ml.strided import LARGEST_NDIM, Shape, check_ndim, overlaps_itself
-
-CACHE_LINE = 64
-LARGE_BYTES = 4 << 20
-"""NumPy asks Linux for huge pages from this on; torch does not. They take attention to 0.9 of its time."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -321,7 +318,7 @@ class TorchContext(PlacedContext):
         return TorchTensor.own(self, array, dtype)
 
     def _empty(self, shape: Shape, dtype: DType) -> TorchTensor:
-        large = self.torch_device.type == "cpu" and math.prod(shape) * dtype.itemsize >= LARGE_BYTES
+        large = self.torch_device.type == "cpu" and math.prod(shape) * dtype.itemsize >= HUGE_PAGE
         return self._allocate(self._large if large else torch.empty, shape, dtype=dtype)
 
     def _full(self, shape: Shape, value: float, dtype: DType) -> TorchTensor:
@@ -340,9 +337,7 @@ class TorchContext(PlacedContext):
     @staticmethod
     def _large(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         nbytes = math.prod(shape) * dtype.itemsize
-        host = torch.from_numpy(np.empty(nbytes + CACHE_LINE, np.uint8))
-        begin = -host.data_ptr() % CACHE_LINE
-        return host[begin : begin + nbytes].view(dtype).view(shape)
+        return torch.from_numpy(aligned(nbytes)).view(dtype).view(shape)
 
     @staticmethod
     def _integers(shape: Shape, start: int, step: int, **options: Any) -> torch.Tensor:

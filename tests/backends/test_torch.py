@@ -16,10 +16,9 @@ from ml.testing.attention import causal_matrix, reference
 torch = pytest.importorskip("torch")
 
 from backends.torch.attention import attend  # noqa: E402
-from backends.torch.backend import CACHE_LINE, LARGE_BYTES, TorchBackend, TorchContext  # noqa: E402
+from backends.torch.backend import TorchBackend, TorchContext  # noqa: E402
 from backends.torch.partial import attend_partially  # noqa: E402
 from backends.torch.tensor import TorchTensor  # noqa: E402
-from tests.rigs.memory import may_be_huge  # noqa: E402
 
 FLOATS = {DType.F32: torch.float32, DType.F16: torch.float16, DType.BF16: torch.bfloat16}
 
@@ -51,18 +50,6 @@ def test_the_probe_reports_version_and_devices() -> None:
     assert info.available
     assert info.version == torch.__version__
     assert "cpu" in info.devices
-
-
-# Memory.
-
-
-def test_large_zeros_on_a_cpu_have_huge_pages_where_linux_gives_them(ctx: TorchContext) -> None:
-    large = ctx.zeros((3, LARGE_BYTES), DType.BF16)
-    assert large.native.data_ptr() % CACHE_LINE == 0
-    assert not large.native.any()
-    assert large.native.is_contiguous()
-    of_numpy = np.empty(6 * LARGE_BYTES, np.uint8)
-    assert may_be_huge(large.native.data_ptr()) == may_be_huge(of_numpy.ctypes.data)
 
 
 # The user's tensors.
