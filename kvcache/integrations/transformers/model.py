@@ -89,8 +89,8 @@ class TransformersModel(DrivenModel):
     @classmethod
     def load(cls, folder: str | os.PathLike[str], backend: ml.Backend, dtype: ml.DType) -> TransformersModel:
         """The model in a folder, converted to ``dtype``, on the first device of a torch ``backend``. It is
-        for serving: on a CPU, some F32 weights are stored column-major, and transformers cannot save these
-        if they are tied.
+        for serving: on a CPU, its F32 weights are views of one array, and some of them column-major, which
+        transformers' ``save_pretrained`` refuses.
         """
         loaded = LoadedFolder(folder)
         made, report = transformers.AutoModelForCausalLM.from_pretrained(
