@@ -22,14 +22,17 @@ if _madvise:
     _madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
-def aligned(nbytes: int, make: Callable[..., Any] = np.empty) -> np.ndarray:
-    """``make(nbytes, np.uint8)``, aligned. Where Linux has huge pages for those who ask, it is asked from
-    HUGE_PAGE bytes on; NumPy alone asks from 4 MiB on.
-    """
-    raw: np.ndarray = make(nbytes + ALIGNMENT, np.uint8)
-    address = raw.__array_interface__["data"][0]
+def advise(address: int, nbytes: int) -> None:
+    """Ask for huge pages for memory that has not been written yet, if it is large and this is Linux."""
     if nbytes >= HUGE_PAGE and _madvise:
         first = address - address % mmap.PAGESIZE
         _madvise(first, address + nbytes - first, mmap.MADV_HUGEPAGE)  # what it cannot give is no error here
+
+
+def aligned(nbytes: int, make: Callable[..., Any] = np.empty) -> np.ndarray:
+    """``make(nbytes, np.uint8)``, aligned; NumPy alone asks for huge pages from 4 MiB on."""
+    raw: np.ndarray = make(nbytes + ALIGNMENT, np.uint8)
+    address = raw.__array_interface__["data"][0]
+    advise(address, raw.nbytes)
     start = -address % ALIGNMENT
     return raw[start : start + nbytes]

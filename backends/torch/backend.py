@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from backends.cpu_store import CodesStore
-from backends.host_memory import HUGE_PAGE, aligned
+from backends.host_memory import HUGE_PAGE, advise
 from backends.placement import GPU_CALL_BYTES, PlacedBackend, PlacedContext
 from backends.torch.attention import attend
 from backends.torch.convert import FROM_TORCH, TO_TORCH, fill_from_host, pack, takes, translated
@@ -309,7 +309,7 @@ class TorchContext(PlacedContext):
                     array = make(*args, dtype=TO_TORCH[dtype], device=self.torch_device)
             else:
                 array = make(*args, dtype=TO_TORCH[dtype], device=self.torch_device)
-        except (RuntimeError, TypeError, OverflowError, ValueError, MemoryError) as error:
+        except (RuntimeError, TypeError, OverflowError, MemoryError) as error:
             reason = str(error).strip().split("\n", 1)[0]
             raise DeviceError(
                 f"allocate: {math.prod(args[0]) * dtype.itemsize} bytes for {args[0]} of {dtype!r} "
@@ -318,8 +318,11 @@ class TorchContext(PlacedContext):
         return TorchTensor.own(self, array, dtype)
 
     def _empty(self, shape: Shape, dtype: DType) -> TorchTensor:
-        large = self.torch_device.type == "cpu" and math.prod(shape) * dtype.itemsize >= HUGE_PAGE
-        return self._allocate(self._large if large else torch.empty, shape, dtype=dtype)
+        tensor = self._allocate(torch.empty, shape, dtype=dtype)
+        native = tensor.native
+        if native.is_cpu and native.nbytes >= HUGE_PAGE and not torch.compiler.is_compiling():
+            advise(native.data_ptr(), native.nbytes)
+        return tensor
 
     def _full(self, shape: Shape, value: float, dtype: DType) -> TorchTensor:
         if value == 0 and math.copysign(1.0, value) > 0:
@@ -333,11 +336,6 @@ class TorchContext(PlacedContext):
         if dtype.is_float or not count or max(abs(start), abs(start + count * step)) > 1 << 62:
             return super()._arange(start, step, count, dtype)
         return self._allocate(self._integers, (count,), start, step, dtype=dtype)
-
-    @staticmethod
-    def _large(shape: Shape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        nbytes = math.prod(shape) * dtype.itemsize
-        return torch.from_numpy(aligned(nbytes)).view(dtype).view(shape)
 
     @staticmethod
     def _integers(shape: Shape, start: int, step: int, **options: Any) -> torch.Tensor:

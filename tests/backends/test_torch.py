@@ -163,6 +163,14 @@ def test_set_rows_from_the_same_memory_reads_first(ctx: TorchContext) -> None:
 # Memory.
 
 
+@pytest.mark.parametrize("count", [3, 1 << 20])
+def test_the_users_gradients_may_flow_into_a_tensor_made_without_them(ctx: TorchContext, count: int) -> None:
+    with torch.no_grad():
+        ours = ctx.zeros((count,), DType.F32).native
+    ours[1:3] = torch.ones(2, requires_grad=True)
+    assert ours.requires_grad
+
+
 def test_the_ledger_counts_allocations_until_their_last_view_goes(backend: TorchBackend) -> None:
     ctx = backend.new_context()
     assert backend.memory().allocated == 0

@@ -98,7 +98,8 @@ class TransformersModel(DrivenModel):
         )
         if report["missing_keys"] or report["mismatched_keys"]:
             loaded.doubt = "transformers has initialized weights that its files lack"
-        _for_serving(made.to(backend.devices[0].name))
+        with torch.inference_mode(False), torch.no_grad():  # else weights of that mode could not be trained
+            _for_serving(made.to(backend.devices[0].name))
         model = cls(made.eval(), backend)
         model._folder = loaded
         return model

@@ -109,6 +109,14 @@ def test_a_loaded_model_keeps_its_weights_in_the_order_that_is_read_faster(tmp_p
     torch.testing.assert_close(loaded(prompt).logits, made(prompt).logits, rtol=1e-5, atol=1e-5)
 
 
+@torch.inference_mode()
+def test_a_model_loaded_in_inference_mode_can_be_trained_outside(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    with ml.open_backend("torch") as backend:
+        loaded = TransformersModel.load(tmp_path, backend, ml.DType.F32).model
+    assert not any(weight.is_inference() for weight in loaded.parameters())
+
+
 def test_what_cannot_be_driven_is_refused_in_a_sentence() -> None:
     refused(hf.model("t5"), "T5ForConditionalGeneration has an encoder")
     refused(hf.model("minimax"), "accepts caches of a class of its own only")
