@@ -319,9 +319,9 @@ class TorchContext(PlacedContext):
 
     def _empty(self, shape: Shape, dtype: DType) -> TorchTensor:
         tensor = self._allocate(torch.empty, shape, dtype=dtype)
-        native = tensor.native
-        if native.is_cpu and native.nbytes >= HUGE_PAGE and not torch.compiler.is_compiling():
-            advise(native.data_ptr(), native.nbytes)
+        large = tensor.nbytes >= HUGE_PAGE and self.torch_device.type == "cpu"
+        if large and not torch.compiler.is_compiling():
+            advise(tensor.native.data_ptr(), tensor.nbytes)
         return tensor
 
     def _full(self, shape: Shape, value: float, dtype: DType) -> TorchTensor:
