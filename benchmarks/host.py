@@ -25,6 +25,7 @@ SEQUENCES = (1, 8, 64)
 ROUND = 10
 """Steps of one side before the other has its turn."""
 PLACES = 5
+"""Pairs of a cache and its counterpart by hand, each allocated anew."""
 
 
 class Ours:

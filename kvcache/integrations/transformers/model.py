@@ -266,9 +266,9 @@ def _for_serving(model: Any) -> None:
     linear = [part.weight for part in model.modules() if isinstance(part, torch.nn.Linear)]
     turned = {id(weight) for weight in linear if weight.shape[0] > weight.shape[1]}
     weights = [x for x in model.parameters() if x.device.type == "cpu" and x.dtype == torch.float32]
-    starts = list(itertools.accumulate((-(-x.numel() // 16) * 16 for x in weights), initial=0))
-    whole = torch.from_numpy(np.empty(starts[-1], np.float32))
-    for weight, start in zip(weights, starts, strict=False):
+    *starts, size = itertools.accumulate((-(-x.numel() // 16) * 16 for x in weights), initial=0)
+    whole = torch.from_numpy(np.empty(size, np.float32))
+    for weight, start in zip(weights, starts, strict=True):
         data = weight.data.t() if id(weight) in turned else weight.data
         copy = whole[start : start + data.numel()].view(data.shape).copy_(data)
         weight.data = copy.t() if id(weight) in turned else copy
