@@ -3,9 +3,9 @@
 A trace is a file with a JSON object per line (.xz is read too), whose ``hash_ids`` name the prompt's blocks
 of 64 tokens, such as those of github.com/callanjfox/kv-cache-tester. The requests run one after another
 through the shipped PrefixCache over real caches, whose tensors are small. One token stands for a block;
-windows, states, ``interval`` and ``block_size`` are scaled likewise. Beside them stand two models: *blocks by
-LRU*, which share whole blocks as vLLM's do, and *Belady*, which evicts what is used again last, and knows the
-future.
+windows, states, ``interval`` and ``block_size`` are scaled likewise. Beside them stand models: *blocks by
+LRU*, which share whole blocks as vLLM's do, in all of the room and in what evenly spaced snapshots leave of
+it; and *Belady*, which evicts what is used again last, and knows the future.
 
 ``--part reuse`` (the default) replays the trace with little room. Each result is written to ``--out`` as soon
 as it is there, and a run that was interrupted goes on where it ended. ``--part time`` measures the processor
@@ -19,6 +19,7 @@ import contextlib
 import heapq
 import json
 import lzma
+import math
 import statistics
 import tempfile
 import time
@@ -72,6 +73,13 @@ KINDS = {
     "window + full": Kind("gpt-oss-120b", window=128, share=1),
     "wide window + full": Kind("Gemma 3 27B", window=1024, share=5),
     "states + full": Kind("Qwen3-Next 80B", state=3072),
+}
+MODELS = {
+    "belady": "Belady",
+    "full": "blocks by LRU",
+    "window + full": "blocks by LRU, beside snapshots of window + full",
+    "wide window + full": "blocks by LRU, beside snapshots of wide window + full",
+    "states + full": "blocks by LRU, beside snapshots of states + full",
 }
 SETTINGS = {
     "device": "the device alone",
@@ -360,6 +368,14 @@ def found_by_belady(requests: Sequence[Request], room: int) -> int:
     return found
 
 
+def room_beside(kind: Kind, room: int) -> int:
+    """How many of ``room`` blocks the best even spacing of a kind's snapshots leaves. A gap of g blocks costs
+    room / g snapshots, and g / 2 blocks that nobody can reach behind the snapshot where eviction stopped;
+    the sum is least where both are equal (``Evictor._gap``).
+    """
+    return max(0, room - round(math.sqrt(2 * room * kind.snapshot / BLOCK)))
+
+
 def distinct_blocks(requests: Sequence[Request]) -> int:
     return len({key for request in requests for key in _prefixes(request.blocks)})
 
@@ -401,8 +417,10 @@ def measure_reuse(
     for setting, kind, percent in combinations:
         room = distinct * percent // 100
         if str(percent) not in record["models"]:
-            found = {"lru": found_by_blocks(requests, room), "belady": found_by_belady(requests, room)}
-            record["models"][str(percent)] = found
+            record["models"][str(percent)] = {
+                "belady": found_by_belady(requests, room),
+                **{name: found_by_blocks(requests, room_beside(each, room)) for name, each in KINDS.items()},
+            }
         key = _key(setting, kind, percent)
         if key not in record["replays"]:
             record["replays"][key] = asdict(replay(requests, KINDS[kind], room, setting, seed, period))
@@ -424,7 +442,7 @@ def _reuse(record: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     blocks, percents = record["trace"]["blocks"], [*record["models"]]
     rows = [
         [label, *(f"{record['models'][percent][name] / blocks:.1%}" for percent in percents)]
-        for name, label in (("belady", "Belady"), ("lru", "blocks by LRU"))
+        for name, label in MODELS.items()
     ]
     for setting, label in SETTINGS.items():
         for kind in KINDS:
@@ -459,9 +477,9 @@ def plot(record: Mapping[str, Any]) -> bytes:
         points = [(percent, 100 * found["found"] / blocks) for percent, found in each if found]
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=kind)
-    for name, label, style in (("lru", "blocks by LRU", ":"), ("belady", "Belady", "--")):
+    for name, style in (("full", ":"), ("belady", "--")):
         values = [100 * record["models"][str(percent)][name] / blocks for percent in percents]
-        axes.plot(percents, values, style, color="gray", label=label)
+        axes.plot(percents, values, style, color="gray", label=MODELS[name])
     axes.axhline(100 * record["ceiling"] / blocks, color="lightgray", label="room for everything")
     axes.set(xscale="log", xlabel="room on the device, % of the distinct tokens", ylabel="found, %")
     axes.set_xticks(percents, [str(percent) for percent in percents])

@@ -116,7 +116,7 @@ def two_hosts() -> Record:
 
 
 def whole_trace() -> Record:
-    """Shares of all blocks, in percent, by setting, kind and room; ``lru`` and ``belady`` by room."""
+    """Shares of all blocks, in percent, by setting, kind and room, and by model and room."""
     record = load(BENCHMARKS / agents.WHOLE)
     blocks = record["trace"]["blocks"]
     found: dict[str, Any] = {name: 100 * each["found"] / blocks for name, each in record["replays"].items()}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.agents import (
+    BLOCK,
     KINDS,
     SETTINGS,
     Request,
@@ -20,6 +21,7 @@ from benchmarks.agents import (
     plot,
     read_trace,
     replay,
+    room_beside,
     tables,
 )
 
@@ -64,6 +66,13 @@ def test_with_room_for_two_of_three_the_least_recently_used_goes(
 ) -> None:
     assert prefix_cache(prompts, 20) == lru(prompts, 20) == by_lru
     assert belady(prompts, 20) == by_belady
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_snapshots_cost_what_the_best_even_gap_costs(kind: str) -> None:
+    room, snapshot = 20000, KINDS[kind].snapshot / BLOCK
+    costs = [room / gap * snapshot + (gap / 2 if snapshot else 0) for gap in range(1, room)]
+    assert room - room_beside(KINDS[kind], room) == pytest.approx(min(costs), abs=1)
 
 
 def histories(count: int, seed: int = 4) -> list[np.ndarray]:
