@@ -144,6 +144,7 @@ def test_passes_go_on_beside_page_outs(make: Any, monkeypatch: pytest.MonkeyPatc
         time.sleep(0.02)
         return serialize(*given)
 
+    monkeypatch.setattr(worker, "in_host_memory", lambda backend: False)
     monkeypatch.setattr(worker, "serialize", slowly)
     made, found = make(), list[bool]()
     prompts = [models.prompt_of(size, seed) for seed, size in enumerate((27, 29, 9, 30, 12, 3))]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from unittest.mock import DEFAULT, Mock
 
@@ -32,6 +34,7 @@ from kvcache import (
     PrefixOptions,
 )
 from kvcache.integrations.mlx_lm import MLXModel, MLXPrefixCache, adapters, rewind
+from kvcache.prefix import worker
 from kvcache.prefix.prefix_cache import SessionLimitError
 from kvcache.stores import MemoryStore
 
@@ -530,6 +533,38 @@ def test_another_thread_clears_between_two_tokens() -> None:
         assert found == plain("qwen", FIRST, 6)
         assert said(cache, FIRST, 2) == found[:2]
         assert cache.stats.reused == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen"])
+def test_tokens_that_make_room_wait_for_what_leaves_the_device(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread copies it, slowly here, one at a time; it needs the stream that a decoding call holds."""
+    offloads, serialize = list[int](), worker.serialize
+
+    def slowly(*given: Any) -> Any:
+        time.sleep(0.1)
+        offloads.append(len(answered))
+        return serialize(*given)
+
+    monkeypatch.setattr(worker, "in_host_memory", lambda backend: False)
+    monkeypatch.setattr(worker, "serialize", slowly)
+    asked = [(models.prompt_of(6, seed), 2) for seed in range(7)] + [(models.prompt_of(5, 7), 48)]
+    expected, answered = [plain(name, *each) for each in asked], list[list[int]]()
+
+    def work() -> None:
+        with MLXPrefixCache(
+            models.shared(name), capacity=60, max_sequences=1, tiers=[HostTier()], **OPTIONS
+        ) as cache:
+            cache.prefix.tree.worker.limit = 1
+            for prompt, count in asked:
+                answered.append(said(cache, prompt, count))
+
+    thread = Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert answered == expected
+    assert offloads.count(7) > 1, "while the last answer is decoded"
 
 
 def test_who_holds_all_conversations_is_told_and_others_wait() -> None:
