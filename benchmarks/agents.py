@@ -77,18 +77,17 @@ KINDS = {
 MODELS = {
     "belady": "Belady",
     "full": "blocks by LRU",
-    "window + full": "blocks by LRU, beside snapshots of window + full",
-    "wide window + full": "blocks by LRU, beside snapshots of wide window + full",
-    "states + full": "blocks by LRU, beside snapshots of states + full",
+    "wide window + full": "likewise beside snapshots, wide window + full",
+    "states + full": "likewise beside snapshots, states + full",
 }
 SETTINGS = {
     "device": "the device alone",
     "host": "and host memory",
     "folder": "and a folder",
     "restarts": "a folder, and a restart now and then",
-    "cancelled": "the device alone; long prompts are cancelled, and sent again",
-    "closed": "the device alone; a session is closed after its last request",
-    "expected": "likewise, and each of the others says when the next one comes",
+    "cancelled": "the device alone; prompts are cancelled and repeated",
+    "closed": "the device alone; sessions are closed",
+    "expected": "likewise, and the next request is announced",
 }
 
 
@@ -419,7 +418,11 @@ def measure_reuse(
         if str(percent) not in record["models"]:
             record["models"][str(percent)] = {
                 "belady": found_by_belady(requests, room),
-                **{name: found_by_blocks(requests, room_beside(each, room)) for name, each in KINDS.items()},
+                **{
+                    name: found_by_blocks(requests, room_beside(each, room))
+                    for name, each in KINDS.items()
+                    if name in MODELS
+                },
             }
         key = _key(setting, kind, percent)
         if key not in record["replays"]:

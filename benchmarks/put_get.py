@@ -25,7 +25,9 @@ CAPACITY = 32768
 
 
 class OursOnMlx(Decoding):
-    """All layers in one evaluation. The views of the step before are still held."""
+    """All layers in one evaluation, on the backend's stream, as engines decode. The views of the step before
+    are still held.
+    """
 
     held: Any = None
 
@@ -38,11 +40,12 @@ class OursOnMlx(Decoding):
             self._drain()
 
     def step(self) -> None:
-        views = []
-        for i in range(self.layers):
-            key, value = self.layer(i)
-            # What attention does with them: an array each, for as long as the step lasts.
-            views.append((key, value, key.read(), value.read()))  # type: ignore[attr-defined]
+        views, backend = [], self.backend
+        with backend.shared_stream():  # type: ignore[attr-defined]
+            for i in range(self.layers):
+                key, value = self.layer(i)
+                # What attention does with them: an array each, for as long as the step lasts.
+                views.append((key, value, key.read(), value.read()))  # type: ignore[attr-defined]
         self.held = [pair[:2] for pair in views]
         del views
         self._drain()

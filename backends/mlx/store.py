@@ -159,9 +159,13 @@ class MlxKVStore:
                 if not (storage.claim() and other.claim()):
                     storage.prepare_write(new_key)
                     other.prepare_write(new_value)
-                with work.on_stream:
-                    # In place, if these Python objects are not referenced beyond one operation, not even by a
-                    # local variable; otherwise MLX would copy the buffer.
+                # In place, if these Python objects are not referenced beyond one operation, not even by a
+                # local variable; otherwise MLX would copy the buffer.
+                if work.shared_by is None:
+                    with work.on_stream:
+                        storage.array[index] = new_key
+                        other.array[index] = new_value
+                else:  # this thread, which holds the lock, is on the stream
                     storage.array[index] = new_key
                     other.array[index] = new_value
                 if count == self._rows:

@@ -70,7 +70,7 @@ class MlxWork:
         self.ranks: Ranks | None = None
         self._pending: list[weakref.ref[Storage]] = []
         self._pending_bytes = 0
-        self._shared_by: int | None = None
+        self.shared_by: int | None = None
         """The thread that is in ``shared``."""
 
     @contextlib.contextmanager
@@ -80,21 +80,21 @@ class MlxWork:
         for the stream until then: MLX does not allow that one evaluates a graph to which another adds.
         """
         with self.lock:
-            if self._shared_by is not None:
+            if self.shared_by is not None:
                 yield
                 return
-            self._shared_by = threading.get_ident()
+            self.shared_by = threading.get_ident()
             try:
                 with mx.stream(self.stream):
                     yield
             finally:
-                self._shared_by = None
+                self.shared_by = None
             self.flush()
 
     @property
     def shared_here(self) -> bool:
         """Whether this thread is in ``shared``."""
-        return threading.get_ident() == self._shared_by
+        return threading.get_ident() == self.shared_by
 
     @property
     def pending(self) -> int:
