@@ -79,11 +79,6 @@ class MlxBackend(BaseBackend):
         self.check("shared_stream")
         return self.work.shared()
 
-    def schedule(self, *arrays: Any) -> None:
-        """Schedule arrays together before ``from_native``, which takes as long as scheduling one."""
-        if not self.work.shared_here:
-            schedule(*arrays)  # in this thread, to which pending work of another stream may be bound
-
     def natives(self, *tensors: MlxTensor) -> list[Any]:
         """``native`` of each, scheduled together, since that takes as long as scheduling one."""
         self.check("native")
@@ -275,7 +270,8 @@ class MlxContext(BaseContext):
         if array.size > SIZE_LIMIT:
             raise DeviceError(f"from_native: {array.size} elements; views support at most {SIZE_LIMIT}")
         with self.backend.work.lock, device_errors("from_native"):
-            self.backend.schedule(array)
+            if not self.backend.work.shared_here:
+                schedule(array)  # in this thread, to which pending work of another stream may be bound
             storage = MlxStorage(self.backend, self.backend.work, array.__copy__(), owned=False)
         return MlxTensor(storage, dtype, 0, storage.shape, contiguous_strides(storage.shape))
 

@@ -30,6 +30,9 @@ __all__ = [
 ]  # fmt: skip
 
 
+_schedule: Any = mx.async_eval
+
+
 class Attending(LayerCache):
     """K and V of a layer."""
 
@@ -61,8 +64,7 @@ class Attending(LayerCache):
             return None
         one, storage = fetched[0], self._storage
         if not one.shows(mask, storage.attention_of(self.layer)):
-            backend: Any = storage.ctx.backend
-            backend.schedule(keys, values)
+            _schedule(keys, values)
             return None
         return storage.attend(self.layer, one, queries, scale, sinks)
 

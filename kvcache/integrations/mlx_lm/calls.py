@@ -1,8 +1,7 @@
 """Wraps calls of models that do not tell their entries the rows and tokens of a pass. Mamba 1 and RWKV-7 read
 their states without giving a number of tokens; RecurrentGemma and Baichuan-M1 treat padding as tokens; Llama
 4 uses one position for all rows. The wrapped call passes the shape of its input to the prompt cache. Rows
-that the model would confuse are computed one after another, without padding. What decodes, of any model, is
-one graph on the cache's stream::
+that the model would confuse are computed one after another, without padding::
 
     row 0   . . a b         call 1: a b
     row 1   c d e f         call 2: c d e f, g h i j
@@ -89,19 +88,16 @@ def told_by(kind: Any) -> None:
         rows = _rows(prompt_cache)
         if rows is None or rows.called:
             return original(model, inputs, *more, **named)
-        decodes = isinstance(inputs, mx.array) and inputs.shape[1:] == (1,)
         with rows.pool.lock:
             try:
-                if rows.pool.storage.wants_calls or decodes:
-                    rows.settle()
-                    groups = _tell(rows, inputs, prompt_cache) if rows.pool.storage.wants_calls else None
-                    rows.called = True
-                    if groups and len(others) == 1:
-                        return _parted(model, inputs, prompt_cache, groups)
+                if not rows.pool.storage.wants_calls:
+                    return original(model, inputs, *more, **named)
+                groups = _tell(rows, inputs, prompt_cache)
+                rows.called = True
+                if not groups or len(others) > 1:
                     rows.pass_for(rows.events, inputs.shape[1], inputs.shape[0])
-                if decodes:
-                    return _on_one_stream(rows, functools.partial(original, model, inputs, *more, **named))
-                return original(model, inputs, *more, **named)
+                    return original(model, inputs, *more, **named)
+                return _parted(model, inputs, prompt_cache, groups)
             except BaseException:
                 rows.settle()
                 raise
@@ -111,25 +107,10 @@ def told_by(kind: Any) -> None:
     kind.__call__ = call
 
 
-def _on_one_stream(rows: BatchRows, call: Callable[[], Any]) -> Any:
-    """The results of a call that decodes, whose pass has begun, since that may wait for another thread.
-
-    It is one graph on the backend's stream: otherwise each layer waits for that stream, and schedules its
-    part. The results are scheduled, since other threads may use that stream afterwards. Prompts stay on the
-    model's own stream, as their logits may never be needed.
-    """
-    schedule: Any = mx.async_eval
-    with rows.pool.storage.shared_stream():
-        found = call()
-        schedule(
-            found if isinstance(found, (mx.array, list, tuple, dict)) else getattr(found, "__dict__", {})
-        )
-        return found
-
-
 def _tell(rows: BatchRows, inputs: Any, prompt_cache: Sequence[Any]) -> Any:
     """Announce a call; returns the rows to compute separately, or None."""
     entries = [x for x in entries_in(prompt_cache) if isinstance(x, LayerCache)]  # kv_bits removes some
+    rows.settle()
     if any(entry.is_behind and not isinstance(entry, Bystander) for entry in entries):
         raise OrderError(
             "update: some entries of the prompt cache did not take part in what the others did (a pass "

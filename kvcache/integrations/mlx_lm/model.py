@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -77,6 +78,7 @@ class MLXModel(DrivenModel):
         self.model, self._config = model, dict(config or {})
         self._folder: LoadedFolder | None = None
         self.backend = ml.open_backend("mlx") if backend is None else backend
+        self._shared_stream = getattr(self.backend, "shared_stream", contextlib.nullcontext)
         keep_whole_steps()
         self._layers, self._one_length = layers_tried(model, asked, self.backend)
         new = self._storage()
@@ -155,7 +157,7 @@ class MLXModel(DrivenModel):
             cache.start_forward(ctx, Batch(positions.tolist(), sequences.tolist()))
             one = PackedPass(storage, ctx, mx.array(positions.astype(np.int32)))
             choose, places = _rows(outputs, len(tokens)), np.arange(len(outputs))
-            with storage.shared_stream():  # the pass has begun: nothing waits for another thread from here on
+            with self._shared_stream():  # the pass has begun: nothing waits for another thread from here on
                 entries = entries_of(storage, one.entry)
                 return self._logits(ctx, tokens[:, None], entries, choose, places, outputs)
         starts = np.flatnonzero(np.diff(sequences, prepend=-1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -22,6 +21,7 @@ from kvcache.integrations.rows.caches import FULL, SLIDING, Kind, ModelCaches
 
 __all__ = ["Codes", "PoolOptions", "Storage", "padded"]
 
+_schedule: Any = mx.async_eval
 WORTH = 16
 """The least saving, in units of ``CacheConfig.call_bytes``; below it, one call over padded rows is faster."""
 LONG = 256 if find_spec("numba") else math.inf
@@ -102,8 +102,6 @@ class Storage:
         self.layers = flat(entries)
         """Nested layers are flattened and numbered individually."""
         self.ctx, self.rollback = ctx, options.rollback
-        self.shared_stream = getattr(ctx.backend, "shared_stream", contextlib.nullcontext)
-        """A context in which MLX's own calls run on the stream of the backend."""
         kinds = [_kind(layer) for layer in self.layers]
         used = sorted({kind for kind in kinds if kind is not None}, key=lambda kind: kind.size)
         if cache is None:
@@ -179,8 +177,7 @@ class Storage:
             one.written = True
             return
         value = one.stored(values)
-        backend: Any = ctx.backend
-        backend.schedule(key, value)  # together: from_native would schedule one after the other
+        _schedule(key, value)  # together: from_native would schedule one after the other
         cache.put(ctx, ctx.from_native(key), ctx.from_native(value))
         one.written = True
 

@@ -8,7 +8,6 @@ import importlib
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from mlx_lm.models.cache import ArraysCache, KVCache
 from mlx_lm.models.cache import make_prompt_cache as own_prompt_cache
 
 import kvcache
-from backends.mlx import backend, work
 from benchmarks.census import mlx_lm as census
 from benchmarks.census import mlx_lm_types
 from kvcache.integrations.mlx_lm import (
@@ -540,57 +538,6 @@ def test_prompts_that_can_never_fit_are_refused_before_anything_is_computed(
     assert said == models.greedy(model, short, 4, own_prompt_cache(model))
     assert "will end after 4, because the pool has no more room" in caplog.text
     generator.close()
-
-
-# One graph.
-
-
-def test_what_decodes_is_scheduled_once_and_not_layer_by_layer(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool, row = CachePool(model, capacity=48, max_sequences=2), models.prompt_of(9)
-    ours, own = pool.make_prompt_cache(), own_prompt_cache(model)
-    for entries in (ours, own):
-        mx.eval(model(mx.array([row]), cache=entries))
-    scheduled: list[str] = []
-    for module in (backend, work):
-        original = module.schedule  # type: ignore[attr-defined]
-
-        def note(*arrays: Any, module: Any = module, original: Any = original) -> None:
-            scheduled.append(module.__name__)
-            original(*arrays)
-
-        monkeypatch.setattr(module, "schedule", note)
-    found = model(mx.array([[7]]), cache=ours)
-    assert scheduled == [work.__name__]
-    assert mx.allclose(found, model(mx.array([[7]]), cache=own), atol=TOLERANCE)
-
-
-def test_results_of_any_type_are_scheduled_and_prompts_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrapper's class is told too, and its call contains one of the model that is told."""
-
-    class Wrapper(nn.Module):
-        def __init__(self, inner: Any) -> None:
-            super().__init__()
-            self.inner = inner
-            self.layers = inner.layers
-
-        def __call__(self, inputs: Any, cache: Any = None) -> Any:
-            return SimpleNamespace(logits=self.inner(inputs, cache=cache))
-
-    inner = models.make_llama()
-    outer = Wrapper(inner)
-    inside, around = CachePool(inner, capacity=48), CachePool(outer, capacity=48)
-    scheduled: list[Any] = []
-    monkeypatch.setattr(mx, "async_eval", lambda *given: scheduled.append(given))
-    for pool in (inside, around):
-        entries = pool.make_prompt_cache()
-        outer(mx.array([[5, 6, 7]]), cache=entries)
-        scheduled.clear()
-        found = outer(mx.array([[8]]), cache=entries).logits
-        assert any(found is x for given in scheduled for one in given for x in one.values())
-        expected = inner(mx.array([[5, 6, 7, 8]]))[:, -1:]
-        assert mx.allclose(found, expected, atol=TOLERANCE)
 
 
 # Threads.

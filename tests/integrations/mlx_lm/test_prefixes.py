@@ -539,7 +539,7 @@ def test_another_thread_clears_between_two_tokens() -> None:
 def test_tokens_that_make_room_wait_for_what_leaves_the_device(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread copies it, slowly here, one at a time; it needs the stream that a decoding call holds."""
+    """A thread copies it, slowly here, one at a time, and a token that needs the cells waits."""
     offloads, serialize = list[int](), worker.serialize
 
     def slowly(*given: Any) -> Any:
