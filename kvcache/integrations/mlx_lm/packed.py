@@ -71,11 +71,14 @@ class _Packed:
         return self.one.positions
 
     def update_and_fetch(self, keys: Any, values: Any) -> tuple[Given, Given]:
-        """Store K and V (tokens, kv_heads, 1, dim); returns placeholders for the visible K and V."""
+        """Store K and V (tokens, kv_heads, 1, dim); returns placeholders for the visible K and V. What leads
+        up to them is computed while Python builds the graph of the layers after.
+        """
         one = self.one
         cache, ctx = one.storage.attention_of(self.layer), one.ctx.layer(self.layer)
         cache.set_layer(self.layer)
         cache.put(ctx, ctx.from_native(keys[:, :, 0]), ctx.from_native(values[:, :, 0]))
+        ctx.compute()
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Given, Given]:
