@@ -1,4 +1,4 @@
-"""The host's share of a decoding step: shapes too small to cost anything, beside slices by hand and SDPA.
+"""The host's share of a decoding step: small shapes, beside slices by hand and SDPA.
 
 ``python -m benchmarks.host`` prints, for 1, 8 and 64 sequences of equal length, the microseconds of a core
 that a layer takes of a whole step (``start_forward``, then ``put`` and ``attend`` of each of 16 layers), what
