@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from backends.cpu_store import CodesStore
-from backends.host_memory import HUGE_PAGE, advise
+from backends.host_memory import HUGE_PAGE, advise, aligned
 from backends.placement import GPU_CALL_BYTES, PlacedBackend, PlacedContext
 from backends.torch.attention import attend
 from backends.torch.convert import FROM_TORCH, TO_TORCH, fill_from_host, pack, takes, translated
@@ -34,9 +34,11 @@ from ml.devices import DeviceInfo, DeviceMemory
 from ml.dtypes import DType
 from ml.errors import DeviceError, DTypeError, GroupError
 from ml.ragged import RaggedPlan
-from ml.strided import LARGEST_NDIM, Shape, check_ndim, overlaps_itself
+from ml.strided import LARGEST_NDIM, Shape, check_ndim, contiguous_strides, overlaps_itself
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+LAZY = 128 << 10
+"""Bytes from which zeros take no memory before they are written: glibc maps what is larger."""
 
 
 def _guarded(method: _Method) -> _Method:
@@ -248,6 +250,15 @@ class TorchBackend(PlacedBackend):
         return multiply_grouped(ctx, x, weight, groups)
 
 
+def _zeros(shape: Shape, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """In memory of the host that is given when it is first written: most of a cache is still empty."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < LAZY:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory: Any = torch.from_numpy(aligned(nbytes, np.zeros)).untyped_storage()
+    return torch.empty(0, dtype=dtype).set_(memory, 0, tuple(shape), contiguous_strides(shape))
+
+
 class TorchContext(PlacedContext):
     """Creation on one device of the backend. Contexts of its layers close with it."""
 
@@ -309,7 +320,7 @@ class TorchContext(PlacedContext):
                     array = make(*args, dtype=TO_TORCH[dtype], device=self.torch_device)
             else:
                 array = make(*args, dtype=TO_TORCH[dtype], device=self.torch_device)
-        except (RuntimeError, TypeError, OverflowError, MemoryError) as error:
+        except (RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
             reason = str(error).strip().split("\n", 1)[0]
             raise DeviceError(
                 f"allocate: {math.prod(args[0]) * dtype.itemsize} bytes for {args[0]} of {dtype!r} "
@@ -326,6 +337,8 @@ class TorchContext(PlacedContext):
 
     def _full(self, shape: Shape, value: float, dtype: DType) -> TorchTensor:
         if value == 0 and math.copysign(1.0, value) > 0:
+            if self.torch_device.type == "cpu" and not torch.compiler.is_compiling():
+                return self._allocate(_zeros, shape, dtype=dtype)
             tensor = self._empty(shape, dtype)
             tensor.native.zero_()
             return tensor

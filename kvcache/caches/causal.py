@@ -49,7 +49,7 @@ from kvcache.cache import (
 )
 from kvcache.caches.base import BoundCache, ManagedSnapshots
 from kvcache.caches.one_thread import busy, is_foreign, one_call, one_thread
-from kvcache.caches.sequences import SequenceEditor, check_groups
+from kvcache.caches.sequences import SequenceEditor, check_groups, lost_error
 from kvcache.caches.undo_log import UndoLog
 from kvcache.snapshots.attention import AttentionSnapshots, Window, first_missing
 from kvcache.snapshots.reservation import CellReservation, IncomingSnapshot
@@ -548,10 +548,28 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         self.prepare_evict(seq, positions)()
 
     @one_thread
-    def defrag(self) -> None:
-        """Move every sequence into one contiguous run of cells, with room to grow. Views become invalid."""
+    def defrag(self, sequences: Sequence[int] | None = None, room: int = 64) -> bool:
+        """Move every sequence into one contiguous run of cells, with room to grow. Views become invalid.
+
+        With ``sequences``, only what keeps these from being evenly spaced runs, each with at least ``room``
+        free cells behind it: then a ``DenseBatch`` of them is a view, and stays one for ``room`` more tokens
+        each. If cells are missing, snapshots are dropped or copied out for them, as in ``start_forward``;
+        those in the way are moved. Returns False, and moves nothing, if two of the sequences share cells, if
+        there is not enough room, or if a token of another sequence would have to move.
+
+        Raises InvalidSequenceError, SequenceLostError for a lost sequence.
+        """
         self._bound("defrag")
-        self._ending_pass(self.editor.defrag)()
+        if sequences is not None:
+            room = check_whole("defrag", "room", room)
+            for seq in sequences:
+                self._check_sequence("defrag", seq)
+                if self._table.rows[seq].lost:
+                    raise lost_error("defrag", seq)
+            if len({*sequences}) < max(1, len(sequences)):
+                raise InvalidRangeError(f"defrag: sequences={sequences}; they must be one or more, each once")
+        self._changed()
+        return self.editor.defrag(sequences, room)
 
     def prepare_copy_prefix(self, src_seq: int, dst_seq: int, length: int) -> Callable[[], None]:
         self._check_copy(src_seq, dst_seq, length)

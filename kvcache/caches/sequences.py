@@ -6,7 +6,7 @@ The cell table shares and releases cells; data is read and written only for toke
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -161,9 +161,21 @@ class SequenceEditor:
                 f"{resume} with a window of {window.size}; compute it anew, or keep more with memory="
             )
 
-    def defrag(self) -> None:
-        """Move every sequence into one run of cells, with room to grow; see ``defragment``."""
-        moving.defragment(self.snapshots.storage)
+    def defrag(self, sequences: Sequence[int] | None, room: int) -> bool:
+        """See ``CausalCache.defrag``."""
+        storage = self.snapshots.storage
+        table = storage.table
+        table.sweep()
+        if sequences is None:
+            moving.defragment(storage, table.spread())
+            return True
+        missing = table.room_of_line(sequences, room)
+        if table.free < missing and table.line_of(sequences, room) is not None:
+            self.snapshots.reclaim(missing)
+        target = table.line_up(sequences, room)
+        if target is not None:
+            moving.defragment(storage, target)
+        return target is not None
 
     def mark_lost(self, seq: int) -> None:
         """Mark a sequence as lost: using it raises SequenceLostError until it is removed."""

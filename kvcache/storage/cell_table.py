@@ -598,8 +598,63 @@ class CellTable:
             target[cells] = np.arange(start, start + cells.size)
         return target
 
+    def line_of(self, seqs: Sequence[int], room: int) -> int | None:
+        """The first cell of the runs of ``line_up`` for which the fewest cells move.
+
+        None if two of the sequences share cells, or if a token of another one would have to move.
+        """
+        own, places, width = self._line(seqs, room)
+        held, foreign = np.zeros(self.cells, dtype=bool), np.zeros(self.cells, dtype=bool)
+        held[own] = True
+        for seq, row in self.occupied():
+            if seq not in seqs:
+                foreign[row.cells] = True
+        count = self.cells - width + 1
+        if count < 1 or np.count_nonzero(held) < own.size:
+            return None
+        starts = own - places
+        fits, bound = (starts >= 0) & (starts < count), foreign[own]
+        staying = np.bincount(starts[fits], minlength=count)
+        possible = np.bincount(starts[fits & bound], minlength=count) == np.count_nonzero(bound)
+        possible &= _sums(foreign & ~held, width) == 0
+        if not possible.any():
+            return None
+        pushed = _sums((self.references > 0) & ~held, width)
+        return int(np.where(possible, staying - pushed, -self.cells - 1).argmax())
+
+    def line_up(self, seqs: Sequence[int], room: int) -> Array | None:
+        """As ``spread``, moving only what keeps these sequences from being runs at even distances, each with
+        ``room`` free cells behind it: their own cells, and those of pins in the way.
+
+        None if ``line_of`` is, or if too few cells are free.
+        """
+        start = self.line_of(seqs, room)
+        own, places, width = self._line(seqs, room)
+        if start is None or self.free < self.room_of_line(seqs, room):
+            return None
+        used = self.references > 0
+        target = np.where(used, np.arange(self.cells), -1)
+        used[own] = False
+        pushed = start + np.flatnonzero(used[start : start + width])
+        used[start : start + width] = True
+        target[pushed] = np.flatnonzero(~used)[: pushed.size]
+        target[own] = start + places
+        return target
+
+    def _line(self, seqs: Sequence[int], room: int) -> tuple[Array, Array, int]:
+        """The cells of these sequences, each cell's place from the start of the line, and its length."""
+        cells = [self.rows[seq].cells for seq in seqs]
+        distance = max(map(len, cells)) + room
+        places = [i * distance + np.arange(row.size) for i, row in enumerate(cells)]
+        return np.concatenate(cells), np.concatenate(places), len(seqs) * distance
+
+    def room_of_line(self, seqs: Sequence[int], room: int) -> int:
+        """The number of free cells that ``line_up`` needs."""
+        own, _, width = self._line(seqs, room)
+        return width - own.size
+
     def move(self, target: Array) -> None:
-        """Rename cells to the targets of ``spread``."""
+        """Rename cells to the targets of ``spread`` or ``line_up``."""
         self.changes += 1
         used = np.flatnonzero(self.references)
         self.blank[used] = False
@@ -611,6 +666,12 @@ class CellTable:
             row.assign(row.positions.copy(), target[row.cells])
         for pin in self.pins.values():
             pin.set_cells(target[pin.cells])
+
+
+def _sums(numbers: Array, width: int) -> Array:
+    """The sum of ``width`` numbers from each place on."""
+    totals = np.concatenate(([0], np.cumsum(numbers)))
+    return totals[width:] - totals[: totals.size - width]
 
 
 def is_run(cells: Array) -> bool:

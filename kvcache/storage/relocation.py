@@ -140,15 +140,13 @@ def _shifted_extra(
     return fresh
 
 
-def defragment(storage: CellStorage) -> None:
-    """Move the cells of every sequence together, data and metadata alike; pinned cells too.
+def defragment(storage: CellStorage, target: np.ndarray) -> None:
+    """Move each cell in use to its ``target`` (see ``CellTable.spread``), data and metadata alike.
 
     One buffer of one layer is moved at a time, so that extra memory is needed only for the moved part of K or
     V of one layer, and no graph grows with the number of layers.
     """
     table = storage.table
-    table.sweep()
-    target = table.spread()
     moved = np.flatnonzero((target >= 0) & (target != np.arange(target.size)))
     if not moved.size:
         return

@@ -140,7 +140,7 @@ def next_op(rnd: random.Random, model: Model, snapshots: float) -> Op:
     if roll < 0.90:
         return _removal(rnd, model)
     if roll < 0.92:
-        return "defrag", 0
+        return _defrag(rnd, model)
     if roll < 0.94:
         return _eviction(rnd, model)
     if roll < 0.955:
@@ -198,6 +198,15 @@ def _removal(rnd: random.Random, model: Model) -> Op:
     if roll < 0.5:
         return "remove", seq, 0 if rnd.random() < 0.2 else begin, None
     return "remove", seq, begin, begin + rnd.randrange(5)
+
+
+def _defrag(rnd: random.Random, model: Model) -> Op:
+    """Of all sequences, or of some with room for more tokens."""
+    if rnd.random() < 0.4:
+        return "defrag", None, 0
+    count = model.setup.max_sequences
+    chosen = rnd.sample(range(count), rnd.choice((1, 1, rnd.randrange(1, count + 1))))
+    return "defrag", tuple(chosen), rnd.randrange(4)
 
 
 def _eviction(rnd: random.Random, model: Model) -> Op:
@@ -266,7 +275,7 @@ def _apply(rig: CopyRig, op: Op, computes: bool) -> None:
     elif name == "evict":
         rig.evict(*args)  # type: ignore[arg-type]
     elif name == "defrag":
-        rig.defrag()
+        rig.defrag(*args)  # type: ignore[arg-type]
     elif name == "spoil":
         config = rig.setup.config
         if config.cache_padding > 1 and not config.fixed_context:  # padding must not matter

@@ -6,6 +6,7 @@ owners is emptied and reused.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import sys
@@ -156,7 +157,9 @@ class SequencePool(Sequences):
 
     def begin(self, new: ForwardPass) -> None:
         """Find cells for the tokens of ``new``, whose rows have sequences."""
-        self.current = None
+        last, self.current = self.current, None
+        if new.rows == 1 or last is None or not any(last.attends.values()):
+            self._line_up(new)
         batch, limit = new.batch(), self.largest_pass
         while True:
             try:
@@ -168,6 +171,23 @@ class SequencePool(Sequences):
                     remedy = _TOO_LARGE if large else _FULL
                     raise CacheFullError(error.asked, error.free, error.held, "update", remedy) from error
         self.current = new
+
+    def _line_up(self, new: ForwardPass) -> None:
+        """Move the rows of ``new`` together where reading them would gather: ``get`` of one row always does,
+        of several only if the caches do not ``attend``.
+        """
+        caches = self.storage.caches
+        given = zip(new.sequences, new.before, strict=True)
+        seqs = [*{seq: None for seq, before in given if seq is not None and before}]
+        scattered = []
+        for cache in caches.caches.values():
+            rows = [cache.storage.table.rows[seq] for seq in seqs]
+            starts = [row.first_cell for row in rows if len(row)]
+            uneven = len({later - earlier for earlier, later in itertools.pairwise(starts)}) > 1
+            if uneven or not all(row.contiguous for row in rows):
+                scattered.append(cache)
+        if scattered:
+            caches.line_up(scattered, seqs, max(new.counts))
 
     def undo_unwritten(self) -> None:
         """Undo a pass that was begun for its mask but not executed."""

@@ -48,10 +48,17 @@ class Kind(NamedTuple):
         return self.name in (FULL, SLIDING, CHUNKED)
 
 
+ROOM = 64
+"""The free cells that sequences get behind the next pass when they are moved together."""
+
+
 class ModelCaches:
     """One cache for each kind of attention, for states and for an encoder's output; ``all`` combines them.
     Windows keep ``lookback`` more tokens than they show, so that many can be removed again.
     """
+
+    _resting = 0
+    """How many of the next calls of ``line_up`` do nothing."""
 
     def __init__(
         self,
@@ -79,6 +86,17 @@ class ModelCaches:
             tops.append(self.encoder)
         self.tops: Sequence[Top] = tops
         self.all: Top | WrapperCache = tops[0] if len(tops) == 1 else WrapperCache(*cast("list[Cache]", tops))
+
+    def line_up(self, caches: Iterable[CausalCache], sequences: Sequence[int], tokens: int) -> None:
+        """Before a pass of ``tokens`` of each of these sequences, move them into evenly spaced runs in
+        ``caches``, where reading them gathers, as happens in a cache full of other conversations. If that is
+        not possible, it is tried again some passes later.
+        """
+        for cache in caches:
+            if self._resting:
+                self._resting -= 1
+            elif cache.foreign_pass() is False and not cache.defrag(sequences, tokens + ROOM):
+                self._resting = ROOM
 
     @classmethod
     def over(cls, kinds: Iterable[Kind], cache: Any) -> ModelCaches:

@@ -199,6 +199,11 @@ class BatchRows(ClaimedRows):
             pool.bind(batch, like)
         pool.settle_places()
         self._make_windows_keep(tokens)
+        last = self._pass
+        if last is not None and not last.attends:
+            gathered = [kind for kind, reading in last.readings.items() if not reading.is_view]
+            if gathered:
+                pool.family.line_up([pool.family.caches[kind] for kind in gathered], self.sequences, tokens)
         fresh = not self.sequences
         if fresh:
             self.become(pool.take(batch))

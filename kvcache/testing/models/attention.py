@@ -230,6 +230,10 @@ class Model:
             raise kvcache.SequenceLostError(f"{seq}")
         self.tokens[seq] = {p: token for p, token in self.tokens[seq].items() if p not in positions}
 
+    def defrag(self, sequences: Sequence[int] | None) -> None:
+        if self.lost.intersection(sequences or ()):
+            raise kvcache.SequenceLostError(f"{self.lost}")
+
     def _check_move(self, seq: int, moving: Collection[int], left: dict[int, int]) -> None:
         others = {token for s, row in enumerate(self.tokens) if s != seq for token in row.values()}
         if not self.setup.can_shift or others.intersection(moving) or not self._resumes(left, max(left) + 1):

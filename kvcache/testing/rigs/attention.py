@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import cast
 
@@ -301,9 +302,29 @@ class Rig:
         self.check_figures()
         return self.refusal is None
 
-    def defrag(self) -> None:
-        self.cache.defrag()
+    def defrag(self, sequences: Sequence[int] | None = None, room: int = 0) -> bool:
+        """Returns whether the sequences, or all of them, were moved together."""
+        done: list[bool] = []
+        self.agree(
+            lambda: done.append(self.cache.defrag(sequences, room)), lambda: self.model.defrag(sequences)
+        )
         self.check_figures()
+        if sequences is not None and done == [True]:
+            self._check_line(sequences, room)
+        return done == [True]
+
+    def _check_line(self, sequences: Sequence[int], room: int) -> None:
+        """These sequences are evenly spaced runs with free cells behind them."""
+        table = self.cache.storage.table
+        rows = [table.rows[seq] for seq in sequences]
+        assert all(row.contiguous for row in rows)
+        starts = [row.first_cell for row in rows if len(row)]
+        if all(map(len, rows)):
+            assert len({later - earlier for earlier, later in itertools.pairwise(starts)}) < 2
+        for row in rows:
+            behind = table.references[row.last_cell + 1 :][:room] if len(row) else table.references[:0]
+            assert not behind.any()
+            assert not len(row) or behind.size == room
 
     def reserve(self, tokens: int) -> None:
         """A ``reserve`` pass: its shapes span all cells, and it writes nothing."""

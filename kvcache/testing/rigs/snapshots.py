@@ -102,10 +102,14 @@ class CopyRig(Rig):
         super().copy_prefix(src, dst, length)
         assert self._in_cache() == taken, "copied out needlessly"
 
-    def defrag(self) -> None:
-        taken = self._in_cache()
-        super().defrag()
-        assert self._in_cache() == taken, "copied out needlessly"
+    def defrag(self, sequences: Sequence[int] | None = None, room: int = 0) -> bool:
+        taken, table = self._in_cache(), self.cache.storage.table
+        lengths = [len(table.rows[seq]) for seq in sequences or ()]
+        needed = len(lengths) * (max(lengths, default=0) + room) - sum(lengths)
+        free = table.free
+        done = super().defrag(sequences, room)
+        assert (needed > free and done) or self._in_cache() == taken, "copied out needlessly"
+        return done
 
     def check_copies(self) -> None:
         """Restore every snapshot that a sequence has room for, and read it."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import ml
+from kvcache import DenseBatch
 from kvcache.snapshots.serialize import deserialize, serialize
 from kvcache.snapshots.snapshot import AttentionSnapshot
 from kvcache.testing.harness import KINDS, CacheCase, every_arrangement
@@ -117,6 +118,29 @@ class SnapshotTests(CacheCase):
             _same(child, cache.snapshot(0, at))
             if parent is not None:
                 _same(parent, cache.snapshot(0, 0, at))
+
+    @every_arrangement
+    def test_sequences_become_even_runs_in_a_cache_full_of_snapshots(
+        self, backend: ml.Backend, ctx: ml.Context, arranged: ml.CacheConfig
+    ) -> None:
+        """Snapshots in the way move, and those whose cells are needed are copied out."""
+        config = replace(arranged, cache_padding=1)
+        r = CopyRig(Setup(max_sequences=2, capacity=8, layers=2, config=config), backend, ctx)
+        r.forward(range(4), 0)
+        for _ in range(2):  # one to each side of where the other sequence grows
+            r.forward(range(4), 1)
+            r.snapshot(1, 0, None)
+            r.remove(1, 0)
+        r.extend(0)
+        assert not DenseBatch(r.cache, [0]).is_view
+        assert not r.defrag([0], 12), "there are 16 cells"
+        assert all(snapshot.in_cache for snapshot, _ in r.copies)
+        assert r.defrag([0], 4)
+        assert [snapshot.in_cache for snapshot, _ in r.copies] == [False, True], "3 cells were free"
+        for _ in range(4):
+            r.extend(0)
+            assert DenseBatch(r.cache, [0]).is_view
+        r.check_copies()
 
     @pytest.mark.parametrize("kind", list(KINDS.values()), ids=list(KINDS))
     def test_a_snapshot_outlives_what_it_was_taken_of(

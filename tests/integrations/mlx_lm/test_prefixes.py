@@ -85,6 +85,21 @@ def test_more_chats_in_turn_than_sequences_compute_what_is_new(name: str) -> Non
                 chats[i] = [*tokens, *answer, *models.prompt_of(20, seed=10 * turn + i)]
 
 
+def test_rows_are_runs_of_cells_in_a_cache_full_of_conversations() -> None:
+    """What others left in the way moves aside once in many tokens; a gather would copy all of them each."""
+    with MLXPrefixCache(models.shared("llama"), max_sequences=2, capacity=400) as cache:
+        table = cache.pool.cache.storage.table
+        for turn in range(10):
+            prompt, answer, scattered = models.prompt_of(150 - 7 * turn, seed=turn), [], 0
+            for token, _ in cache.generate(prompt, max_tokens=90):
+                answer.append(token)
+                scattered += sum(not row.contiguous for _, row in table.occupied())
+            assert answer == plain("llama", prompt, 90)
+            assert scattered <= 4
+        with cache.begin(models.prompt_of(150, seed=0)) as session:
+            assert not session.cached, "the cache is full"
+
+
 def test_logits_processors_see_the_whole_prompt_whatever_of_it_is_reused() -> None:
     model = models.shared("llama")
     processors = make_logits_processors(repetition_penalty=1.5, repetition_context_size=64)

@@ -17,6 +17,7 @@ import transformers
 
 from kvcache import (
     ClosedError,
+    DenseBatch,
     InvalidRangeError,
     InvalidSequenceError,
     NotSupportedError,
@@ -68,6 +69,27 @@ def test_more_chats_in_turn_than_sequences_compute_what_is_new(name: str) -> Non
                 computed = ids.shape[1] - (prefix.prefix.stats.reused - before)
                 assert computed == 40 if not turn else computed <= 31
                 chats[i] = torch.cat((expected, hf.tokens(1, 30, seed=10 * turn + i)), 1)
+
+
+def test_rows_are_read_in_place_in_a_cache_full_of_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others left in the way moves aside once in many tokens; a gather would copy all of them each."""
+    made, read = hf.model("llama"), DenseBatch.read
+    gathered: list[bool] = []
+
+    def watched(reading: DenseBatch, *args: Any) -> Any:
+        gathered.append(not reading.is_view)
+        return read(reading, *args)
+
+    monkeypatch.setattr(DenseBatch, "read", watched)
+    with HFPrefixCache(made, max_sequences=2, capacity=400) as prefix:
+        for turn in range(10):
+            ids = hf.tokens(1, 150 - 7 * turn, seed=turn)
+            gathered.clear()
+            options = {"do_sample": False, "min_new_tokens": 90, "max_new_tokens": 90}
+            assert torch.equal(prefix.generate(ids, **options), made.generate(ids, **options))
+            assert sum(gathered) <= 4 * made.config.num_hidden_layers
+        with prefix.begin(hf.tokens(1, 150, seed=0)[0].tolist()) as session:
+            assert not session.cached, "the cache is full"
 
 
 def test_a_model_whose_config_has_no_longest_position_shares_prefixes() -> None:

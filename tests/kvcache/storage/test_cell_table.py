@@ -229,7 +229,47 @@ class Driver:
         self.naive.rows = before
 
     def spread(self) -> None:
-        target = self.table.spread()
+        self.moved(self.table.spread())
+        if max(self.naive.references(), default=0) < 2:
+            assert all(row.contiguous for row in self.table.rows)
+
+    def line_up(self) -> None:
+        """Compared with all places that the line could have."""
+        rows, rnd = self.naive.rows, self.rnd
+        seqs, room = rnd.sample(range(len(rows)), rnd.randrange(1, len(rows) + 1)), rnd.randrange(5)
+        own = [cell for seq in seqs for _, cell in rows[seq]]
+        foreign = {cell for i, row in enumerate(rows) if i not in seqs for _, cell in row}
+        distance = max(len(rows[seq]) for seq in seqs) + room
+        width = len(seqs) * distance
+        places = [i * distance + k for i, seq in enumerate(seqs) for k in range(len(rows[seq]))]
+        starts = [
+            start
+            for start in range(self.table.cells - width + 1)
+            if not {*range(start, start + width)} & foreign - {*own}
+            and all(start + place == cell for place, cell in zip(places, own, strict=True) if cell in foreign)
+        ]
+        target = self.table.line_up(seqs, room)
+        enough = self.table.room_of_line(seqs, room) <= self.table.free
+        assert (target is not None) == bool(starts and len({*own}) == len(own) and enough)
+        if target is None:
+            return
+        others = {*np.flatnonzero(self.table.references).tolist()} - {*own}
+        begins = [int(target[cell]) - place for place, cell in zip(places, own, strict=True)]
+        assert len({*begins}) < 2
+        assert {*begins} <= {*starts}
+
+        def moves(start: int) -> int:
+            staying = sum(start + place == cell for place, cell in zip(places, own, strict=True))
+            return len(own) - staying + len(others & {*range(start, start + width)})
+
+        assert all(target[cell] == cell for cell in foreign)
+        if begins:
+            assert sum(target[cell] != cell for cell in {*own, *others}) == min(map(moves, starts))
+            line = {*range(begins[0], begins[0] + width)} - {begins[0] + place for place in places}
+            self.moved(target)
+            assert not self.table.references[[*line]].any(), "the room is free"
+
+    def moved(self, target: np.ndarray) -> None:
         references = self.naive.references()
         assert ((target == -1) == (np.array(references) == 0)).all()
         used = target[target != -1]
@@ -240,8 +280,6 @@ class Driver:
         assert self.table.taken[used].tolist() == taken.tolist()
         self.naive.rows = [[(p, int(target[cell])) for p, cell in row] for row in self.naive.rows]
         self.naive.pins = [(pin, [int(target[cell]) for cell in cells]) for pin, cells in self.naive.pins]
-        if max(references, default=0) < 2:
-            assert all(row.contiguous for row in self.table.rows)
 
 
 class Seen:
@@ -276,12 +314,13 @@ def test_random_changes_agree_with_the_naive_table(block: int) -> None:
         driver = Driver(random.Random(seed))
         changes = [driver.take] * 4 + [driver.append, driver.append_each] * 2 + [driver.share, driver.drop]
         changes += [driver.drop_heads, driver.evict_and_restore, driver.take_and_restore, driver.spread]
-        changes += [driver.pin, driver.pin, driver.unpin, driver.adopt]
+        changes += [driver.pin, driver.pin, driver.unpin, driver.adopt, driver.line_up]
+        moving = driver.spread, driver.line_up, driver.take_and_restore
         for _ in range(25):
             change, before = driver.rnd.choice(changes), Seen(driver)
             change()
             driver.naive.check(driver.table)
-            before.check(driver, moved=change in (driver.spread, driver.take_and_restore))
+            before.check(driver, moved=change in moving)
 
 
 def test_sequences_start_in_shares_of_their_own_and_grow_in_runs() -> None:
