@@ -25,7 +25,7 @@ from backends.torch.partial import DecodingStep, attend_calls, attend_partially,
 from backends.torch.quantized import attend_quantized, quantized_store
 from backends.torch.quantized import encode as compiled
 from backends.torch.ragged import attend_ragged
-from backends.torch.store import TorchKVStore
+from backends.torch.store import TorchKVStore, alias
 from backends.torch.tensor import TorchStorage, TorchTensor, UploadedStorage
 from backends.torch.transfer import TorchPages
 from ml.base import BaseGroup, BaseTensor
@@ -63,6 +63,8 @@ class TorchBackend(PlacedBackend):
     Layers are split evenly over the devices, in order: ``Context.layer(i)`` gives the context on
     the device of layer ``i``. With neither option the device is the first CUDA one, else the CPU.
     """
+
+    strided_view = staticmethod(alias)
 
     def __init__(
         self,

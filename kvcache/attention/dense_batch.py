@@ -72,15 +72,19 @@ class DenseBatch:
         self._cache, table = cache, cache.storage.table
         self._rows = _rows_of(table, sequences)
         self._checked = () if unwritten else self._rows
-        self.begin, self.end = begin, max(row.last for row in self._rows) + 1
+        self.begin, self.end = begin, max([row.last for row in self._rows]) + 1
         self._cells = [row.cells[row.index(begin) :] if begin else row.cells for row in self._rows]
+        self.even: tuple[int, int] | None = None
+        """The first cell and the distance between rows in cells, if the rows are evenly spaced runs."""
+        if len(sequences) == 1 and self._rows[0].contiguous and self._cells[0].size == self.end - begin > 0:
+            self.tokens = self.end - begin  # the same as below, for each token of a decoding loop
+            self.even = int(self._cells[0][0]), 0
+            return
         if uneven:
             self.tokens = max(1, *(cells.size for cells in self._cells))
         else:
             self.tokens = self.end - begin
             self._check_even(sequences)
-        self.even: tuple[int, int] | None = None
-        """The first cell and the distance between rows in cells, if the rows are evenly spaced runs."""
         if all(row.contiguous or is_run(own) for row, own in zip(self._rows, self._cells, strict=True)):
             self.even = self._distances(table.cells)
 

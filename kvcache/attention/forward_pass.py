@@ -82,19 +82,6 @@ class ForwardPass:
 
     # Which layers have the tokens.
 
-    def goes_straight(self, layer: int, buffers: LayerBuffers) -> bool:
-        """Whether K and V of ``layer`` may be written directly into its cells in ``buffers``, bypassing
-        ``put``.
-
-        The writer then calls ``note_put``. False if ``put`` has more to do, or would refuse.
-        """
-        return (
-            self.layers.get(layer) is buffers
-            and buffers.stamp <= self.storable
-            and buffers.absent is None
-            and self.thread == get_ident()
-        )
-
     def note_put(self, buffers: LayerBuffers) -> None:
         """Record that a layer has the tokens of the pass."""
         buffers.stamp = self.stamp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import get_ident
 from typing import Protocol
 
 from kvcache.attention.forward_pass import ForwardPass
@@ -49,8 +50,14 @@ class LayerCells:
         False if ``put`` has more to do or would refuse: outside a pass, in another thread, in a pass that is
         read-only or has fixed shapes, after a read in this pass, or if the tensors are no longer ``current``.
         """
-        forward = self._cache.pass_under_way()
-        straight = forward is not None and forward.goes_straight(self._layer, self._buffers)
+        forward, buffers = self._cache.pass_under_way(), self._buffers
+        straight = (
+            forward is not None
+            and forward.layers.get(self._layer) is buffers
+            and buffers.stamp <= forward.storable
+            and buffers.absent is None
+            and forward.thread == get_ident()
+        )
         self._forward = forward if straight else None
         return straight
 
@@ -66,5 +73,4 @@ class LayerCells:
                 "pass, and where it is False, call put"
             )
         self._forward = None
-        forward.note_put(self._buffers)
-        self._buffers.note_read()
+        self._buffers.stamp = forward.stamp | 1

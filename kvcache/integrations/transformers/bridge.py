@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -44,9 +45,17 @@ class Bridge:
         """Whether ``to_torch`` shares memory, for ``like`` of the tensor's dtype."""
         return False
 
+    @staticmethod
+    def view(whole: torch.Tensor, size: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
+        """A view that begins ``offset`` elements after ``whole``."""
+        return whole.as_strided(size, strides, whole.storage_offset() + offset)
+
 
 class TorchBridge(Bridge):
     """PyTorch's own backend. K and V are on its device, which may differ from the model's."""
+
+    def __init__(self, backend: Any) -> None:
+        self.view = backend.strided_view  # faster
 
     def to_backend(self, ctx: Any, array: torch.Tensor) -> ml.Tensor:
         if array.device != ctx.torch_device:
@@ -93,7 +102,7 @@ class NumpyBridge(Bridge):
 
 def bridge_to(backend: ml.Backend) -> Bridge:
     if backend.name == "torch":
-        return TorchBridge()
+        return TorchBridge(backend)
     return NumpyBridge() if backend.name == "numpy" else Bridge()
 
 

@@ -18,66 +18,68 @@ __all__ = ["LayerViews"]
 class LayerViews:
     """The cells of one layer, in memory shared with torch."""
 
-    __slots__ = ("_device", "_dtype", "_key", "_value", "cells")
+    __slots__ = ("_device", "_dtype", "_key", "_value", "_view", "cells")
 
     def __init__(self, cells: LayerCells, bridge: Bridge) -> None:
-        self.cells = cells
-        self._key, self._value = _Half(cells.key, bridge), _Half(cells.value, bridge)
-        self._dtype, self._device = self._key.whole.dtype, self._key.whole.device
+        self.cells, self._view = cells, bridge.view
+        whole = bridge.alias(cells.key)
+        self._dtype, self._device = whole.dtype, whole.device
+        self._key = _half(whole, cells.key)
+        self._value = _half(bridge.alias(cells.value), cells.value)
 
     def step(self, reading: DenseBatch, key: torch.Tensor, value: torch.Tensor) -> Pair | None:
         """Store K and V (rows, heads, new tokens, dim) and return views of everything that ``reading`` reads.
         The new tokens are the last of every row of ``reading``. Returns None, and does nothing, if the
         general ``put`` and ``read`` are needed: for the first pass of a layer, rows that are not evenly
         spaced, and tensors with other dtypes, shapes or devices than the layer's, or in its own memory.
+
+        One function, since what it calls would take as long as what it does: the processor has forgotten all
+        of it since the last layer.
         """
+        even, dtype, cells = reading.even, self._dtype, self.cells
         if (
-            reading.even is None
-            or not self.cells.writable()
+            even is None
             or not type(key) is type(value) is torch.Tensor
-            or not key.dtype is value.dtype is self._dtype
+            or not key.dtype is value.dtype is dtype
             or not key.device == value.device == self._device
+            or not cells.writable()
         ):
             return None
-        rows, heads, new, dim = key.shape
-        k, v = self._key, self._value
-        key_at, value_at = key.data_ptr(), value.data_ptr()
+        keys, k_heads, k_dim, (k_cell, k_head, k_one), k_low, k_high = self._key
+        values, v_heads, v_dim, (v_cell, v_head, v_one), v_low, v_high = self._value
+        rows, heads, new, dim = shape = key.shape
+        key_at, value_at, value_shape = key.data_ptr(), value.data_ptr(), value.shape
         if (
-            heads != k.heads
-            or dim != k.dim
-            or value.shape != (rows, heads, new, v.dim)
-            or k.begin <= key_at < k.end  # the copy would read what it writes
-            or k.begin <= value_at < k.end  # keys are written first
-            or v.begin <= value_at < v.end
+            heads != k_heads
+            or dim != k_dim
+            or value_shape != (rows, v_heads, new, v_dim)
+            or k_low <= key_at < k_high  # the copy would read what it writes
+            or k_low <= value_at < k_high  # keys are written first
+            or v_low <= value_at < v_high
         ):
             return None
+        (first, apart), tokens, view = even, reading.tokens, self._view
+        behind = first + tokens - new
         try:
-            views = k.step(key, reading.even, reading.tokens), v.step(value, reading.even, reading.tokens)
+            strides = (apart * k_cell, k_head, k_cell, k_one)
+            view(keys, shape, strides, behind * k_cell).copy_(key)
+            seen = view(keys, (rows, heads, tokens, dim), strides, first * k_cell)
+            strides = (apart * v_cell, v_head, v_cell, v_one)
+            view(values, value_shape, strides, behind * v_cell).copy_(value)
+            pair = seen, view(values, (rows, v_heads, tokens, v_dim), strides, first * v_cell)
         except RuntimeError:  # for example of the device: ``put`` writes both again and reports it
             return None
-        self.cells.note_written()
-        return views
+        cells.note_written()
+        return pair
 
 
-class _Half:
-    """All cells of K, or of V; ``begin`` and ``end`` are their addresses."""
+def _half(whole: torch.Tensor, cells: ml.Tensor) -> _Half:
+    """All cells of K, or of V: the tensor, heads, dim, strides, and the addresses of its first byte and behind
+    its last.
+    """
+    _, heads, dim = cells.shape
+    low = whole.data_ptr()
+    return whole, heads, dim, cells.strides, low, low + whole.nbytes
 
-    __slots__ = ("_offset", "_strides", "begin", "dim", "end", "heads", "whole")
 
-    def __init__(self, cells: ml.Tensor, bridge: Bridge) -> None:
-        self.whole = whole = bridge.alias(cells)
-        _, self.heads, self.dim = cells.shape
-        self._strides, self._offset = cells.strides, int(whole.storage_offset())
-        self.begin = whole.data_ptr()
-        self.end = self.begin + whole.nbytes
-
-    def step(self, x: torch.Tensor, even: tuple[int, int], tokens: int) -> torch.Tensor:
-        """Write ``x`` (rows, heads, new, dim) to the ends of runs of ``tokens`` cells, and return the runs.
-
-        The run of row i begins at cell ``even[0] + i * even[1]``.
-        """
-        rows, heads, new, dim = x.shape
-        cell, head, one = self._strides
-        strides, begin = (even[1] * cell, head, cell, one), self._offset + even[0] * cell
-        self.whole.as_strided(x.shape, strides, begin + (tokens - new) * cell).copy_(x)
-        return self.whole.as_strided((rows, heads, tokens, dim), strides, begin)
+_Half = tuple[torch.Tensor, int, int, tuple[int, int, int], int, int]

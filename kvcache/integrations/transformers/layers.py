@@ -13,7 +13,7 @@ from kvcache import InvalidRangeError, NotSupportedError
 from kvcache.integrations.transformers.kinds import CONV, Kind, Trait
 from kvcache.integrations.transformers.masks import check_padding, check_positions, check_width, watch_masks
 from kvcache.integrations.transformers.passes import Pair
-from kvcache.integrations.transformers.rows import BatchRows
+from kvcache.integrations.transformers.rows import BatchRows, untraced
 from kvcache.integrations.transformers.states import States, state_name
 
 __all__ = [
@@ -164,6 +164,10 @@ class _KeysAndValues:
         return None if (pair := self.found) is None else pair[1]
 
 
+_update_untraced = untraced(BatchRows.update)
+"""Apart from ``update``, since the detour takes time at every token."""
+
+
 class AttentionLayer(_OurLayer, _KeysAndValues, CacheLayerMixin):  # type: ignore[misc]
     """K and V of one layer, in its kind's cache."""
 
@@ -180,8 +184,9 @@ class AttentionLayer(_OurLayer, _KeysAndValues, CacheLayerMixin):  # type: ignor
         rows = self.rows
         if rows.removed and rows.seen[self.layer] == rows.length:
             check_positions(kwargs.get("kwargs") or {}, rows.length, key_states.shape[2], rows.removed)
-        defer = not torch.compiler.is_compiling()
-        return rows.update(self.layer, self.kind, key_states, value_states, defer)
+        if torch.compiler.is_compiling():
+            return _update_untraced(rows, self.layer, self.kind, key_states, value_states)
+        return rows.update(self.layer, self.kind, key_states, value_states, True)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(keys that ``update`` will return, position of the first one)."""

@@ -58,7 +58,7 @@ class CachePool:
         self.bound = False
         self.current: ForwardPass | None = None
         """The current pass; the caches have one at a time."""
-        self._views: dict[int, LayerViews | None] = {}
+        self.views: dict[int, LayerViews | None] = {}
         """By layer, its fast path; None if it has none."""
         self.shown: dict[Kind, np.ndarray | None] = {}
         """By kind, what the last pass's mask showed; None: everything."""
@@ -84,7 +84,7 @@ class CachePool:
         self.bridge = bridge_to(backend)
         self.places = Places(self.ctx, self.like, follows=options.backend is None)
         count = options.max_sequences or batch
-        self.family, self._views = self._new_family(options, count), {}
+        self.family, self.views = self._new_family(options, count), {}
         self.sequences = Sequences(count, self.family.all)
         self.bound = True
 
@@ -176,7 +176,7 @@ class CachePool:
                     "and the last pass, of this cache or of a fork, did not reach all layers; call crop(-n) "
                     "with the n tokens of that pass, or reset(), on that cache"
                 ) from error
-            self.family, self.current, self._views = family, None, {}
+            self.family, self.current, self.views = family, None, {}
             self.sequences.cache = family.all
         self.options = options
 
@@ -186,19 +186,14 @@ class CachePool:
         pair = self.bridge.to_torch(keys, key), self.bridge.to_torch(values, value)
         return (pair[0].contiguous(), pair[1].contiguous()) if self._in_one_piece else pair
 
-    def step(self, reading: DenseBatch, layer: int, key: torch.Tensor, value: torch.Tensor) -> Pair | None:
-        """``put`` and ``read`` of a pass together: see ``LayerViews.step``."""
-        views = self._views.get(layer)
-        return None if views is None else views.step(reading, key, value)
-
     def learn_views(self, kind: Kind, layer: int, key: torch.Tensor) -> None:
         """After a ``put``, enable ``step`` for the layer if possible."""
-        known = self._views.get(layer)
-        if layer in self._views and (known is None or known.cells.current):
+        known = self.views.get(layer)
+        if layer in self.views and (known is None or known.cells.current):
             return
         shared = self.aliased(layer, key) and not self._in_one_piece
         cells = self.family.caches[kind].layer_cells(layer) if shared else None
-        self._views[layer] = None if cells is None else LayerViews(cells, self.bridge)
+        self.views[layer] = None if cells is None else LayerViews(cells, self.bridge)
 
     def aliased(self, layer: int, key: torch.Tensor) -> bool:
         """Whether reads for ``key`` alias the cache's memory if the cells allow it."""

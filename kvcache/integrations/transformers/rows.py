@@ -185,8 +185,8 @@ class BatchRows(ClaimedRows):
         )
 
     def _begin(self, tokens: int, batch: int, like: torch.Tensor | None) -> ForwardPass:
-        behind = {self._layer(i): seen for i, seen in enumerate(self.seen) if seen not in (0, self.length)}
-        if behind:
+        if self.seen.count(self.length) + self.seen.count(0) < len(self.seen):
+            behind = {self._layer(i): n for i, n in enumerate(self.seen) if n not in (0, self.length)}
             raise self._unfinished(f"layers {[*behind]} are behind", min(behind.values()))
         if self.limit is not None:
             check_rotation("HFCache", self.length + tokens, self.limit)
@@ -324,7 +324,6 @@ class BatchRows(ClaimedRows):
 
     # Attention layers.
 
-    @untraced
     def update(
         self, layer: int, kind: Kind, key: torch.Tensor, value: torch.Tensor, defer: bool = False
     ) -> Pair:
@@ -339,7 +338,8 @@ class BatchRows(ClaimedRows):
         if reading is None:
             reading = current.readings[kind] = self.reading(kind, current.begin)
         recorded = torch.is_grad_enabled() and is_recorded(key, value)
-        pair = None if recorded else pool.step(reading, layer, key, value)
+        views = None if recorded else pool.views.get(layer)
+        pair = None if views is None else views.step(reading, key, value)
         if pair is None:
             self._put(pool.family.caches[kind], layer, key, value)
             pool.learn_views(kind, layer, key)
