@@ -15,6 +15,7 @@ from kvcache.cache import (
     InvalidSequenceError,
     check_context,
 )
+from kvcache.storage.cell_table import numbers
 
 _LIMIT = 2**31 - 1
 """Positions are I32 on the device."""
@@ -155,7 +156,7 @@ def split_batch(batch: Batch, max_sequences: int) -> list[SequenceTokens]:
     if count == 1 and isinstance(positions, (list, tuple, range)) and isinstance(sequences, (list, tuple)):
         position, seq = positions[0], sequences[0]
         if type(position) is int is type(seq) and 0 <= position <= _LIMIT and 0 <= seq < max_sequences:
-            return [SequenceTokens(seq, np.array((position,)), slice(0, 1), position)]
+            return [SequenceTokens(seq, numbers(position, position + 1), slice(0, 1), position)]
     ordered, owners = _integers("positions", positions), _integers("sequences", sequences)
     low, high = int(owners.min()), int(owners.max())
     check_sequence("start_forward", low, max_sequences)

@@ -74,9 +74,7 @@ class LayerViews:
 
 
 def _half(whole: torch.Tensor, cells: ml.Tensor) -> _Half:
-    """All cells of K, or of V: the tensor, heads, dim, strides, and the addresses of its first byte and behind
-    its last.
-    """
+    """All cells of K, or of V: the tensor, heads, dim, strides, and the addresses where it begins and ends."""
     _, heads, dim = cells.shape
     low = whole.data_ptr()
     return whole, heads, dim, cells.strides, low, low + whole.nbytes
