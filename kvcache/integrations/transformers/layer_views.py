@@ -74,7 +74,7 @@ class LayerViews:
 
 
 def _half(whole: torch.Tensor, cells: ml.Tensor) -> _Half:
-    """All cells of K, or of V: the tensor, heads, dim, strides, and the addresses where it begins and ends."""
+    """All cells of K, or of V: the tensor, heads, dim, strides, and the addresses of both its ends."""
     _, heads, dim = cells.shape
     low = whole.data_ptr()
     return whole, heads, dim, cells.strides, low, low + whole.nbytes
