@@ -562,12 +562,13 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         self._bound("defrag")
         if sequences is not None:
             room = check_whole("defrag", "room", room)
-            for seq in sequences:
+            distinct = whole_numbers("defrag", "sequence", sequences)
+            if len(distinct) < max(1, len(sequences)):
+                raise InvalidRangeError(f"defrag: sequences={sequences}; they must be one or more, each once")
+            for seq in distinct:
                 self._check_sequence("defrag", seq)
                 if self._table.rows[seq].lost:
                     raise lost_error("defrag", seq)
-            if len({*sequences}) < max(1, len(sequences)):
-                raise InvalidRangeError(f"defrag: sequences={sequences}; they must be one or more, each once")
         self._changed()
         return self.editor.defrag(sequences, room)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -21,8 +21,19 @@ _TORCH = {ours: theirs for theirs, ours in _DTYPES.items()}
 _NAMES = ("float32", "float16", "bfloat16")
 
 
+View = Callable[[torch.Tensor, Sequence[int], Sequence[int], int], torch.Tensor]
+"""(whole, size, strides, offset) -> a view that begins ``offset`` elements after ``whole``."""
+
+
+def _view(whole: torch.Tensor, size: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
+    return whole.as_strided(size, strides, whole.storage_offset() + offset)
+
+
 class Bridge:
     """Conversion for one backend; by default through copies in host memory."""
+
+    def __init__(self, view: View = _view) -> None:
+        self.view = view
 
     def to_backend(self, ctx: ml.Context, array: torch.Tensor) -> ml.Tensor:
         if not array.is_floating_point():
@@ -45,17 +56,9 @@ class Bridge:
         """Whether ``to_torch`` shares memory, for ``like`` of the tensor's dtype."""
         return False
 
-    @staticmethod
-    def view(whole: torch.Tensor, size: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
-        """A view that begins ``offset`` elements after ``whole``."""
-        return whole.as_strided(size, strides, whole.storage_offset() + offset)
-
 
 class TorchBridge(Bridge):
     """PyTorch's own backend. K and V are on its device, which may differ from the model's."""
-
-    def __init__(self, backend: Any) -> None:
-        self.view = backend.strided_view  # faster
 
     def to_backend(self, ctx: Any, array: torch.Tensor) -> ml.Tensor:
         if array.device != ctx.torch_device:
@@ -100,9 +103,9 @@ class NumpyBridge(Bridge):
         return like.device.type == "cpu"
 
 
-def bridge_to(backend: ml.Backend) -> Bridge:
+def bridge_to(backend: Any) -> Bridge:
     if backend.name == "torch":
-        return TorchBridge(backend)
+        return TorchBridge(backend.strided_view)
     return NumpyBridge() if backend.name == "numpy" else Bridge()
 
 

@@ -80,4 +80,4 @@ def _half(whole: torch.Tensor, cells: ml.Tensor) -> _Half:
     return whole, heads, dim, cells.strides, low, low + whole.nbytes
 
 
-_Half = tuple[torch.Tensor, int, int, tuple[int, int, int], int, int]
+_Half = tuple[torch.Tensor, int, int, tuple[int, ...], int, int]

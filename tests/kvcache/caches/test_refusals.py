@@ -159,6 +159,9 @@ ATTENTION: Table = {
             x, zeros(x, 5, 2, 8), 1.0, zeros(x, 2, dtype=DType.I32)
         ),
         "put: key (5,) and value (5,) for a batch of 5": lambda c, x: put(c, x, 0, (5,), (5,)),
+        "defrag: sequences=[]; they must be one or more, each once": lambda c, x: c.defrag([]),
+        "defrag: sequences=[0, 1, 0]; they must be": lambda c, x: c.defrag([0, 1, 0]),
+        "defrag: sequence=0; it must be a list": lambda c, x: c.defrag(0),
         "evict: position=3; it must be a list": lambda c, x: c.evict(0, 3),
         "evict: position=[3]; it must be a whole number": lambda c, x: c.evict(0, [[3]]),
         "set_causal: except_=3": lambda c, x: c.set_causal(x, except_=3),
@@ -417,6 +420,8 @@ WHOLE: dict[str, Callable[[CausalCache, Any], object]] = {
     "snapshot": lambda cache, n: cache.snapshot(0, n),
     "snapshot to": lambda cache, n: cache.snapshot(0, 0, 2**63 if n is None else n),
     "evict": lambda cache, n: cache.evict(0, [n]),
+    "a sequence of defrag": lambda cache, n: cache.defrag([n]),
+    "the room of defrag": lambda cache, n: cache.defrag([0], n),
     "schedule_snapshots": lambda cache, n: cache.schedule_snapshots(0, [n]),
     "shift_context": lambda cache, n: cache.shift_context(0, n),
     "rollback": lambda cache, n: branches.rollback(cache, 0, n),
