@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -169,6 +172,20 @@ def test_the_users_gradients_may_flow_into_a_tensor_made_without_them(ctx: Torch
         ours = ctx.zeros((count,), DType.F32).native
     ours[1:3] = torch.ones(2, requires_grad=True)
     assert ours.requires_grad
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_zeros_take_memory_when_they_are_written(ctx: TorchContext) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    before = resident()
+    ours = ctx.zeros((2, 32 << 20), DType.F32)
+    assert resident() - before < 32 << 20, "of 256 MiB"
+    ours.native[0, ::1024] = 1
+    assert resident() - before > 96 << 20
+    assert ours.native.is_contiguous()
+    assert not ours.native[1].any()
 
 
 def test_the_ledger_counts_allocations_until_their_last_view_goes(backend: TorchBackend) -> None:

@@ -28,7 +28,6 @@ from kvcache import NotSupportedError
 from kvcache.integrations.transformers.deferred import Deferred
 from kvcache.integrations.transformers.kinds import ATTENTION
 from kvcache.integrations.transformers.packed import PassKeys
-from kvcache.integrations.transformers.rows import untraced
 from kvcache.integrations.transformers.stored import Stored
 
 __all__ = ["attention", "causal_mask", "silently"]
@@ -102,7 +101,8 @@ def attention(
     if reason is None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         made: Any = attention_mask
-        out = _attend(key, query, (key, value), scale, s_aux, made.pattern.padding)
+        ours: Any = key
+        out = ours.stored.attend(query, (key, value), scale, s_aux, made.pattern.padding)
         if out is not None:
             return out, None
         reason = "its mask is padded although the layer sees chunks, or its length differs from the cache's"
@@ -219,12 +219,6 @@ def _only(mask: torch.Tensor | None, chosen: torch.Tensor, key: torch.Tensor) ->
         mask = torch.ones((*chosen.shape[:2], key.shape[2]), dtype=torch.bool, device=chosen.device)[:, None]
     hidden = torch.ones_like(mask, dtype=torch.bool).scatter(-1, chosen.long()[:, None], False)
     return mask.masked_fill(hidden, False if mask.dtype is torch.bool else torch.finfo(mask.dtype).min)
-
-
-@untraced
-def _attend(key: Any, *arguments: Any) -> torch.Tensor | None:
-    attended: torch.Tensor | None = key.stored.attend(*arguments)
-    return attended
 
 
 def _eager(module: torch.nn.Module, asked: Sequence[str], reason: str) -> Callable[..., Any]:
