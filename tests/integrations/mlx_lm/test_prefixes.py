@@ -40,6 +40,7 @@ from kvcache.stores import MemoryStore
 
 from ...rigs import mlx_lm_models as models
 from ..agent_sessions import check_that_what_only_a_closed_one_used_goes_first
+from ..moving import moves
 
 FIRST = models.prompt_of(30)
 OPTIONS: dict[str, Any] = {
@@ -98,6 +99,20 @@ def test_rows_are_runs_of_cells_in_a_cache_full_of_conversations() -> None:
             assert scattered <= 4
         with cache.begin(models.prompt_of(150, seed=0)) as session:
             assert not session.cached, "the cache is full"
+
+
+def test_answers_are_the_same_while_rows_move_all_the_time(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = moves(monkeypatch)
+    with MLXPrefixCache(models.shared(name), max_sequences=2, capacity=100, **OPTIONS) as cache:
+        chats = [models.prompt_of(60 + 3 * seed, seed=seed) for seed in range(4)]
+        for turn in range(2):
+            for i, tokens in enumerate(chats):
+                answer = said(cache, tokens, 30)
+                assert answer == plain(name, tokens, 30)
+                chats[i] = [*tokens, *answer, *models.prompt_of(9, seed=10 * turn + i)]
+    assert sum(moved) >= 10
 
 
 def test_logits_processors_see_the_whole_prompt_whatever_of_it_is_reused() -> None:

@@ -33,6 +33,7 @@ from ...rigs import hf_models as hf
 from ...rigs.hf_models import OPTIONS, llama, plain
 from ...rigs.threads import switching_often
 from ..agent_sessions import check_that_what_only_a_closed_one_used_goes_first
+from ..moving import moves
 
 
 @pytest.mark.parametrize("name", ["gemma3", "llama4", "qwen3-next"])
@@ -90,6 +91,23 @@ def test_rows_are_read_in_place_in_a_cache_full_of_conversations(monkeypatch: py
             assert sum(gathered) <= 4 * made.config.num_hidden_layers
         with prefix.begin(hf.tokens(1, 150, seed=0)[0].tolist()) as session:
             assert not session.cached, "the cache is full"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-next"])
+def test_answers_are_the_same_while_rows_move_all_the_time(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, moved = hf.model(name), moves(monkeypatch)
+    with HFPrefixCache(made, max_sequences=2, capacity=100, lookback=8) as prefix:
+        chats = [hf.tokens(1, 60 + 3 * seed, seed=seed) for seed in range(4)]
+        for turn in range(2):
+            for i, ids in enumerate(chats):
+                options = {"do_sample": False, "min_new_tokens": 30, "max_new_tokens": 30}
+                found = prefix.generate(ids, **options)
+                every = torch.ones_like(ids)  # an answer may have had the padding token
+                assert torch.equal(found, made.generate(ids, attention_mask=every, **options))
+                chats[i] = torch.cat((found, hf.tokens(1, 9, seed=10 * turn + i)), 1)
+    assert sum(moved) >= 10
 
 
 def test_a_model_whose_config_has_no_longest_position_shares_prefixes() -> None:
