@@ -65,6 +65,7 @@ class TorchBackend(PlacedBackend):
     """
 
     strided_view = staticmethod(alias)
+    """(tensor, size, strides, offset) -> a view that begins ``offset`` elements later, with unchecked bounds."""
 
     def __init__(
         self,

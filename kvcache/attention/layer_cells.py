@@ -73,4 +73,4 @@ class LayerCells:
                 "pass, and where it is False, call put"
             )
         self._forward = None
-        self._buffers.stamp = forward.stamp | 1
+        self._buffers.stamp = forward.stamp | 1  # put and read

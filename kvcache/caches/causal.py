@@ -557,7 +557,8 @@ class CausalCache(BoundCache[ForwardPass, AttentionSnapshot], ManagedSnapshots[A
         those in the way are moved. Returns False, and moves nothing, if two of the sequences share cells, if
         there is not enough room, or if a token of another sequence would have to move.
 
-        Raises InvalidSequenceError, SequenceLostError for a lost sequence.
+        Raises InvalidSequenceError, InvalidRangeError for no sequences, or one that is given twice,
+        SequenceLostError for a lost one.
         """
         self._bound("defrag")
         if sequences is not None:

@@ -630,7 +630,7 @@ class CellTable:
         """
         start = self.line_of(seqs, room)
         own, places, width = self._line(seqs, room)
-        if start is None or self.free < self.room_of_line(seqs, room):
+        if start is None or self.free < width - own.size:
             return None
         used = self.references > 0
         target = np.where(used, np.arange(self.cells), -1)

@@ -57,8 +57,8 @@ class ModelCaches:
     Windows keep ``lookback`` more tokens than they show, so that many can be removed again.
     """
 
-    _resting = 0
-    """How many of the next calls of ``line_up`` do nothing."""
+    _resting: dict[int, int]
+    """How many of the next calls of ``line_up`` for rows that begin with a sequence do nothing."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class ModelCaches:
         shift: ShiftFunction | None = None,
         encoder: bool = False,
     ) -> None:
-        self.states = states
+        self.states, self._resting = states, {}
         self.encoder = EncoderCache() if encoder else None
         self.caches: dict[Kind, CausalCache] = {}
         tops: list[Top] = []
@@ -92,16 +92,18 @@ class ModelCaches:
         ``caches``, where reading them gathers, as happens in a cache full of other conversations. If that is
         not possible, it is tried again some passes later.
         """
+        first = sequences[0]
         for cache in caches:
-            if self._resting:
-                self._resting -= 1
+            if self._resting.get(first):
+                self._resting[first] -= 1
             elif cache.foreign_pass() is False and not cache.defrag(sequences, tokens + ROOM):
-                self._resting = ROOM
+                self._resting[first] = ROOM
 
     @classmethod
     def over(cls, kinds: Iterable[Kind], cache: Any) -> ModelCaches:
         """The caches combined in ``cache``: for these kinds of attention, and for states if it has more."""
         family = cls.__new__(cls)
+        family._resting = {}
         family.all, family.encoder = cache, None
         parts: Any = cache.caches if isinstance(cache, WrapperCache) else [cache]
         family.tops, family.caches = parts, dict(zip(dict.fromkeys(kinds), parts, strict=False))

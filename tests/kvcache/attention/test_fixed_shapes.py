@@ -58,8 +58,7 @@ def test_tensors_of_a_batch_size_and_context_stay_where_they_are(backend: ml.Bac
     with backend.new_context() as ctx:
         for batch in batches(seed=2):
             cache.start_forward(ctx, batch)
-            own = map(cache.layer_cells, cache.storage.buffers)
-            assert not any(cells is not None and cells.writable() for cells in own)
+            assert not any(cache.layer_cells(layer).writable() for layer in cache.storage.buffers)
             for layer in range(LAYERS):
                 cache.set_layer(layer)
                 cache.put(ctx, *(ctx.from_numpy(tokens(rng, len(batch))) for _ in "kv"))
