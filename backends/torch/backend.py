@@ -65,7 +65,7 @@ class TorchBackend(PlacedBackend):
     """
 
     strided_view = staticmethod(alias)
-    """(tensor, size, strides, offset) -> a view that begins ``offset`` elements later, with unchecked bounds."""
+    """(tensor, size, strides, offset) -> a view from ``offset`` elements on, with unchecked bounds."""
 
     def __init__(
         self,
